@@ -1,0 +1,80 @@
+// What a kernel is told: pointers, sizes and strides, nothing of XLA or Python.
+//
+// Letters, the same as in the Python docstrings: B batch, T new tokens, N query heads, K KV heads,
+// G = N/K, H head dim, L layers, P pages. All arrays are dense, row-major. "device" pointers are
+// GPU memory in the CUDA build and ordinary memory in the CPU build; `pages` may be either.
+#pragma once
+
+#include <cstdint>
+
+#include "page_layout.h"
+
+namespace directkv {
+
+// The cache and its bookkeeping. Everything a request changes (lengths, tables, layer) is read
+// from memory when the kernel runs, so that a captured CUDA graph can be replayed.
+struct CacheView {
+  PageLayout layout;
+  void* pages;               // [L, P, K, E]; host or device memory
+  int64_t num_layers;        // L
+  int64_t num_pages;         // P
+  const int32_t* page_table; // [B, max_pages]
+  const int32_t* lengths;    // [B] tokens already in the cache
+  const int32_t* layer;      // [] which layer of `pages`
+  int batch;                 // B
+  int max_pages;             // page table width; capacity of a row = max_pages * page_size
+};
+
+// out = softmax(scale * q k^T) v over the cached tokens of a row followed by its fresh tokens.
+//
+// Query t of row b stands at position lengths[b] + t. It sees every cached token and the fresh
+// tokens 0..t (causal), cut on the left by `window_left` when that is >= 0: only positions
+// >= lengths[b] + t - window_left. With fresh_tokens == 0 there is no causal part.
+//
+// seq_lengths[b] says how many of the T queries (and fresh tokens) are valid. Queries at or beyond
+// it give out = 0 and lse = -inf and read nothing. A row with lengths[b] outside
+// [0, max_pages*page_size], seq_lengths[b] outside [0, T], layer outside [0, L), or that needs a
+// page id outside [0, P), gives NaN in out and lse for its valid queries (all T of them where
+// seq_lengths[b] itself is out of range); such a page is never dereferenced.
+// Slots at or beyond the length may hold anything, NaN included: select, never multiply.
+struct AttendParams {
+  CacheView cache;
+  const void* query;           // [B, T, N, H]      cache dtype
+  const void* key;             // [B, fresh, K, H]  cache dtype; not read when fresh_tokens == 0
+  const void* value;           // [B, fresh, K, H]
+  const int32_t* seq_lengths;  // [B]
+  void* out;                   // [B, T, N, H]      cache dtype
+  float* lse;                  // [B, T, N]         natural log of the sum of exp(logits)
+  void* workspace;             // uninitialised; attend_workspace_bytes() of attend_plan.h
+  int query_tokens;            // T
+  int fresh_tokens;            // 0 or T
+  int query_heads;             // N
+  float scale;                 // multiplies q.k
+  float soft_cap;              // > 0: logits = soft_cap * tanh(scale * q.k / soft_cap); 0: off
+  int window_left;             // >= 0: see above; -1: off
+};
+
+// Writes seq_lengths[b] new tokens of each row at positions lengths[b]..., all or none: a row whose
+// tokens do not all fit, or that needs a page id outside [0, P), or whose lengths/seq_lengths/layer
+// is out of range, is left untouched.
+struct AppendParams {
+  CacheView cache;
+  const void* key;             // [B, T, K, H]  cache dtype
+  const void* value;           // [B, T, K, H]
+  const int32_t* seq_lengths;  // [B]
+  int new_tokens;              // T
+};
+
+// Copies n whole pages, all layers and heads, between the cache and a dense buffer [n, L, K, E].
+// Ids outside [0, P) are skipped when writing and read as zeros.
+struct PageCopyParams {
+  PageLayout layout;
+  void* pages;              // [L, P, K, E]
+  void* buffer;             // [n, L, K, E], device memory
+  const int32_t* page_ids;  // [n]
+  int64_t num_layers;
+  int64_t num_pages;
+  int count;                // n
+};
+
+}  // namespace directkv

@@ -1,0 +1,141 @@
+"""Checks of the public entries. Shapes and types while tracing; values only where they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from directkv_jax._platform import is_concrete, memory_space
+from directkv_jax.memory import space_of
+
+
+def check_array(name: str, x, letters: str, sizes: Sequence[int], dtype) -> None:
+    """`x` has the given sizes, one for each letter, and dtype; else an error naming both."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"`{name}` should be an array, but got {type(x).__name__}.")
+    if tuple(x.shape) != tuple(sizes):
+        expected = ", ".join(f"{a}={n}" for a, n in zip(letters, sizes, strict=True))
+        raise ValueError(f"`{name}` should have shape ({expected}), but got {tuple(x.shape)}.")
+    if x.dtype != dtype:
+        raise TypeError(
+            f"`{name}` should have the dtype of the cache, {jnp.dtype(dtype)}, but got {x.dtype}. "
+            f"Cast it, or create the cache with dtype={x.dtype}."
+        )
+
+
+def check_query(query, cache) -> tuple[int, int]:
+    """(T, N) of a query `[B, T, N, H]` that fits the cache."""
+    if getattr(query, "ndim", None) != 4:
+        got = getattr(query, "shape", type(query).__name__)
+        raise ValueError(f"`query` should have shape (B, T, N, H), but got {got}.")
+    _, tokens, heads, _ = query.shape
+    check_array("query", query, "BTNH", (cache.batch, tokens, heads, cache.head_dim), cache.dtype)
+    if heads == 0 or heads % cache.num_kv_heads:
+        raise ValueError(
+            f"`query` should have a multiple of K={cache.num_kv_heads} heads, but got N={heads}."
+        )
+    return tokens, heads
+
+
+def check_cache(cache) -> None:
+    """The cache is whole: not donated away, and typed to live where it was placed.
+
+    Raises:
+      ValueError: it was consumed by an earlier call, or lost its `<host>` type.
+    """
+    pages = cache.pages
+    if is_concrete(pages) and pages.is_deleted():
+        raise ValueError(
+            "This cache was already donated to an earlier call, or deleted. Use the cache that the "
+            "call returned."
+        )
+    expected = space_of(cache.placement)
+    if (space := memory_space(pages)) != expected:
+        raise ValueError(
+            f'The cache has placement "{cache.placement}", so `pages` should be typed to live in '
+            f"{expected}, but its type is {jax.typeof(pages)} in {space}. Create caches with "
+            "KVCache.create (jnp.zeros of an abstract cache makes device arrays); an array that "
+            "only lost its type (from_dlpack, addressable_shards, an untyped out_shardings) gets "
+            "it back from directkv_jax.memory.retype."
+        )
+
+
+def check_layer(layer, num_layers: int) -> jax.Array:
+    """`layer` as int32 `[]`; a value known now is checked now."""
+    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"`layer` should be in [0, L={num_layers}), but got {layer}.")
+        return jnp.int32(layer)
+    if getattr(layer, "shape", None) != () or not jnp.issubdtype(layer.dtype, jnp.integer):
+        raise TypeError(f"`layer` should be an int or an integer scalar array, but got {layer!r}.")
+    return jnp.asarray(layer, jnp.int32)
+
+
+def check_rows_argument(name: str, x, batch: int) -> jax.Array:
+    """An int or integer array `[B]` as int32 `[B]`."""
+    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+        return jnp.full((batch,), x, jnp.int32)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"`{name}` should hold integers, but has dtype {x.dtype}.")
+    if x.shape not in ((), (batch,)):
+        raise ValueError(f"`{name}` should have shape (B={batch},), but got {x.shape}.")
+    return jnp.broadcast_to(x, (batch,)).astype(jnp.int32)
+
+
+def check_window(local_window_size) -> int:
+    """The left window of `jax.nn.dot_product_attention`'s `local_window_size`, -1 for none."""
+    if local_window_size is None:
+        return -1
+    left, right = (
+        local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
+    )
+    if left < 0 or right < 0:
+        raise ValueError(
+            "`local_window_size` should be a non-negative int or a pair (left, right) of them, but "
+            f"got {local_window_size!r}. A Hugging Face sliding_window=W is (W - 1, 0)."
+        )
+    return int(left)
+
+
+def check_values(cache, seq_lengths, writes: bool) -> None:
+    """What can be checked only where values are known: eager calls.
+
+    Raises:
+      ValueError: lengths, page ids or new tokens are out of range, or do not fit.
+    """
+    lengths, table = np.asarray(cache.lengths), np.asarray(cache.page_table)
+    n, capacity = np.asarray(seq_lengths), cache.max_length
+    if ((lengths < 0) | (lengths > capacity)).any():
+        raise ValueError(f"`lengths` should be in [0, {capacity}], but got {lengths.tolist()}.")
+    end = lengths + (n if writes else 0)
+    if writes and (end > capacity).any():
+        row = int(np.argmax(end > capacity))
+        raise ValueError(
+            f"Row {row} holds {lengths[row]} tokens and {n[row]} more do not fit: the cache has "
+            f"room for {capacity} per row. Create it with a larger max_length."
+        )
+    if writes and (stuck := np.asarray(cache.overflowed)).any():
+        raise ValueError(
+            f"Rows {np.flatnonzero(stuck).tolist()} overflowed earlier and accept no tokens until "
+            "cache.reset()."
+        )
+    pages_per_rank = cache.pages_per_shard
+    needed = np.arange(table.shape[1])[None, :] * cache.page_size < end[:, None]
+    if (needed & ((table < 0) | (table >= pages_per_rank))).any():
+        raise ValueError(
+            f"`page_table` should hold page ids in [0, {pages_per_rank}) for the tokens of each "
+            f"row, but got {table[needed].min()} to {table[needed].max()}."
+        )
+
+
+def check_seq_lengths(seq_lengths, tokens: int) -> None:
+    """`query_seq_lengths` with known values is in [0, T]."""
+    values = np.asarray(seq_lengths)
+    if ((values < 0) | (values > tokens)).any():
+        raise ValueError(
+            f"`query_seq_lengths` should be in [0, T={tokens}], but got {values.tolist()}."
+        )

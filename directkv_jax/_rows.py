@@ -1,0 +1,244 @@
+"""What happens to the rows of a cache: admission, lengths, reordering, forks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from directkv_jax import _checks
+from directkv_jax._platform import any_tracer, platform_of
+from directkv_jax._sharding import CacheSpecs, axis_size, over_mesh
+from directkv_jax.implementations import Request, choose
+
+if TYPE_CHECKING:
+    from directkv_jax.cache import KVCache
+
+
+def admit(cache: KVCache, seq_lengths, tokens: int):
+    """(tokens each row accepts: all or none; `overflowed` after that)."""
+    end = cache.lengths + seq_lengths
+    ok = (cache.lengths >= 0) & (seq_lengths >= 0) & (seq_lengths <= tokens)
+    ok &= end <= cache.max_length
+    start = jnp.arange(cache.max_pages, dtype=jnp.int32)[None, :] * cache.page_size
+    in_range = (cache.page_table >= 0) & (cache.page_table < cache.pages_per_shard)
+    ok &= jnp.all(in_range | (start >= end[:, None]), axis=1)
+    fits = ok & ~cache.overflowed
+    return jnp.where(fits, seq_lengths, 0), cache.overflowed | (~ok & (seq_lengths != 0))
+
+
+def advance(cache: KVCache, n) -> KVCache:
+    """`lengths + n` for rows that have not overflowed."""
+    end = cache.lengths + n
+    if not any_tracer(cache, n):
+        values = np.asarray(end)[~np.asarray(cache.overflowed)]
+        if (np.asarray(n) < 0).any():
+            raise ValueError(f"`n` should not be negative, but got {np.asarray(n).tolist()}.")
+        if (values > cache.max_length).any():
+            raise ValueError(
+                f"A row would hold {values.max()} tokens, but the cache has room for "
+                f"{cache.max_length} per row."
+            )
+    ok = (n >= 0) & (end <= cache.max_length)
+    lengths = jnp.where(ok & ~cache.overflowed, end, cache.lengths)
+    return cache.replace(lengths=lengths, overflowed=cache.overflowed | ~ok)
+
+
+def truncate(cache: KVCache, lengths) -> KVCache:
+    """Shorter rows; those asked for what they do not hold, or share, keep their length."""
+    ok = (lengths >= 0) & (lengths <= cache.lengths)
+    shared = _open_page_is_shared(cache, lengths)
+    if not any_tracer(cache, lengths):
+        if not np.asarray(ok).all():
+            raise ValueError(
+                f"`lengths` should be in [0, present lengths {np.asarray(cache.lengths).tolist()}], "
+                f"but got {np.asarray(lengths).tolist()}."
+            )
+        if (rows := np.flatnonzero(np.asarray(shared))).size:
+            raise ValueError(
+                f"Rows {rows.tolist()} would go on in a page that they share with a row they were "
+                "forked from. Truncate before the fork, or not into the common part."
+            )
+    ok &= ~shared
+    return cache.replace(
+        lengths=jnp.where(ok, lengths, cache.lengths), overflowed=cache.overflowed | ~ok
+    )
+
+
+def _open_page_is_shared(cache: KVCache, lengths):
+    """bool `[B]`: the page a shortened row would write next is in use by another row."""
+    if cache.batch_axis is not None:  # `fork` is refused there, so nothing is shared
+        return jnp.zeros_like(cache.overflowed)
+    page = jnp.clip(lengths // cache.page_size, 0, cache.max_pages - 1)
+    held = jnp.arange(cache.max_pages)[None, :] * cache.page_size < cache.lengths[:, None]
+    mine = jnp.take_along_axis(cache.page_table, page[:, None], axis=1)  # [B, 1]
+    in_row = ((cache.page_table[None] == mine[:, :, None]) & held[None]).any(-1)  # [B, other row]
+    others = in_row & ~jnp.eye(cache.batch, dtype=bool)
+    return (lengths < cache.lengths) & others.any(-1)
+
+
+def take_rows(cache: KVCache, rows) -> KVCache:
+    """Reorders or selects rows; a repeated or absent row is an error, or flagged under jit."""
+    rows = _check_row_ids(cache, rows, "take_rows")
+    repeated = (rows[:, None] == rows[None, :]).sum(1) > 1
+    absent = (rows < 0) | (rows >= cache.batch)
+    if not any_tracer(cache, rows) and np.asarray(repeated).any():
+        raise ValueError(
+            f"`rows` should not repeat, but got {np.asarray(rows).tolist()}: two rows would write "
+            "the same page. Use `fork` to copy rows."
+        )
+    picked = jnp.clip(rows, 0, cache.batch - 1)
+    return cache.replace(
+        page_table=cache.page_table[picked],
+        lengths=cache.lengths[picked],
+        overflowed=cache.overflowed[picked] | repeated | absent,
+    )
+
+
+def fork(cache: KVCache, rows) -> KVCache:
+    """Independent copies of rows: full pages shared, the open page copied."""
+    _checks.check_cache(cache)
+    rows = _check_row_ids(cache, rows, "fork")
+    if any_tracer(cache, rows):
+        return _fork(cache, rows)
+    if (stuck := np.flatnonzero(np.asarray(cache.overflowed)[np.asarray(rows)])).size:
+        raise ValueError(f"Rows {stuck.tolist()} of `rows` have overflowed and cannot be forked.")
+    needed = _pages_needed(cache, np.asarray(rows))
+    if needed > cache.num_pages:
+        raise ValueError(
+            f"{needed} pages are needed to hold these rows apart, but the pool has "
+            f"{cache.num_pages}. Create the cache with a larger num_pages."
+        )
+    return _eager_fork(cache, rows)
+
+
+def _pages_needed(cache: KVCache, rows) -> int:
+    full = np.asarray(cache.lengths)[rows] // cache.page_size
+    table = np.asarray(cache.page_table)[rows]
+    shared = np.unique(np.concatenate([table[b, :n] for b, n in enumerate(full)] or [[]]))
+    return shared.size + int(
+        (np.ceil(np.asarray(cache.lengths)[rows] / cache.page_size) - full).sum()
+    )
+
+
+def _fork(cache: KVCache, rows) -> KVCache:
+    """Every new row keeps its parent's full pages and gets pages nobody holds for the rest.
+
+    Open pages are read into device memory first and written after, so that a page may be both the
+    source of one copy and the target of another.
+    """
+    absent = (rows < 0) | (rows >= cache.batch)
+    parent = jnp.clip(rows, 0, cache.batch - 1)
+    lengths, table = cache.lengths[parent], cache.page_table[parent]
+    full = lengths // cache.page_size
+    shared = jnp.arange(cache.max_pages)[None, :] < full[:, None]
+    used = jnp.zeros((cache.num_pages,), bool)
+    used = used.at[jnp.where(shared, table, cache.num_pages)].set(True, mode="drop")
+    free = jnp.where(used, cache.num_pages, jnp.arange(cache.num_pages, dtype=jnp.int32))
+    free = jnp.sort(free)  # ids of free pages, then P for "none left", which is out of range
+    # Open pages first, then the pages after them: a short pool runs out at the far end.
+    rank = jnp.argsort(jnp.argsort((_column(cache) - full[:, None]).ravel(), stable=True))
+    rank = rank.reshape(shared.shape) - jnp.sum(shared)
+    fresh = jnp.take(free, jnp.where(shared, 0, rank), mode="fill", fill_value=cache.num_pages)
+    new_table = jnp.where(shared, table, fresh).astype(jnp.int32)
+
+    open_page = jnp.clip(full, 0, cache.max_pages - 1)[:, None]
+    has_open = (lengths % cache.page_size) > 0
+    source = jnp.where(has_open, jnp.take_along_axis(table, open_page, 1)[:, 0], -1)
+    target = jnp.where(has_open, jnp.take_along_axis(new_table, open_page, 1)[:, 0], -1)
+    pages = write_pages(cache, read_pages(cache, source), target)
+    return cache.replace(
+        pages=pages,
+        page_table=new_table,
+        lengths=lengths,
+        overflowed=cache.overflowed[parent] | absent,
+    )
+
+
+def read_pages(cache: KVCache, page_ids):
+    """Whole pages as a device array `[n, L, K, E]`; zeros for ids out of range."""
+    specs = CacheSpecs(None, cache.kv_head_axis)
+    mover, storage = _page_mover(cache), cache.storage
+    return over_mesh(
+        lambda pages, ids: mover.read_pages(pages, ids, storage),
+        cache.mesh,
+        (specs.pages, specs.scalar),
+        specs.pages,
+    )(cache.pages, page_ids)
+
+
+def write_pages(cache: KVCache, data, page_ids):
+    """The pages array with whole pages `[n, L, K, E]` written; ids out of range are skipped."""
+    specs = CacheSpecs(None, cache.kv_head_axis)
+    mover, storage = _page_mover(cache), cache.storage
+    return over_mesh(
+        lambda pages, data, ids: mover.write_pages(pages, data, ids, storage),
+        cache.mesh,
+        (specs.pages, specs.pages, specs.scalar),
+        specs.pages,
+    )(cache.pages, data, page_ids)
+
+
+def _page_mover(cache: KVCache):
+    heads = cache.num_kv_heads
+    platform = platform_of(cache.pages, cache.mesh)
+    return choose(
+        None, Request(platform, cache.placement, cache.dtype, cache.head_dim, heads, heads)
+    )
+
+
+_eager_fork = functools.partial(jax.jit, donate_argnames="cache")(_fork)
+
+
+def _column(cache: KVCache):
+    return jnp.arange(cache.max_pages, dtype=jnp.int32)[None, :]
+
+
+def _check_row_ids(cache: KVCache, rows, name: str):
+    rows = jnp.asarray(rows)
+    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(
+            f"`rows` should be an integer array of one dimension, but got {rows.dtype} {rows.shape}."
+        )
+    if cache.batch_axis is not None:
+        raise NotImplementedError(
+            f"`{name}` of a cache whose batch is split over mesh axis {cache.batch_axis!r} would "
+            "move pages between devices; it is not supported."
+        )
+    if not any_tracer(rows):
+        values = np.asarray(rows)
+        if ((values < 0) | (values >= cache.batch)).any():
+            raise ValueError(
+                f"`rows` should be in [0, B={cache.batch}), but got {values.tolist()}."
+            )
+    return rows.astype(jnp.int32)
+
+
+def gather(cache: KVCache, layer: int, row: int, start: int, stop: int):
+    """Keys and values of tokens `[start, stop)` of a row as NumPy `[n, K, H]`."""
+    if any_tracer(cache):
+        raise ValueError("`gather` is for debugging and cannot be traced; call it outside jit.")
+    in_range = 0 <= layer < cache.num_layers and 0 <= row < cache.batch
+    if not in_range or not 0 <= start <= stop <= cache.max_length:
+        raise ValueError(
+            f"`gather` takes layer < L={cache.num_layers}, row < B={cache.batch} and 0 <= start <= "
+            f"stop <= {cache.max_length}, but got layer={layer}, row={row}, [{start}, {stop}); the "
+            f"rows hold {np.asarray(cache.lengths).tolist()} tokens."
+        )
+    first, last = start // cache.page_size, -(-stop // cache.page_size)
+    if cache.batch_axis is not None:
+        pages = np.asarray(jax.device_get(cache.pages))[layer]
+        shards = axis_size(cache.mesh, cache.batch_axis)
+        shard = row // max(1, cache.batch // shards)
+        ids = np.asarray(cache.page_table)[row, first:last] + shard * cache.pages_per_shard
+        tiles = pages[ids]
+    else:
+        ids = jnp.asarray(np.asarray(cache.page_table)[row, first:last])
+        tiles = np.asarray(read_pages(cache, ids))[:, layer]
+    rows = np.moveaxis(cache.layout.unpack(tiles), 2, 0)  # [2, n_pages, K, page_size, H]
+    flat = np.moveaxis(rows, 3, 2).reshape(2, -1, cache.num_kv_heads, cache.head_dim)
+    cut = slice(start - first * cache.page_size, stop - first * cache.page_size)
+    return flat[0, cut].copy(), flat[1, cut].copy()

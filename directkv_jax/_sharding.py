@@ -1,0 +1,60 @@
+"""Custom calls over a mesh: KV heads, and rows, split by `shard_map`.
+
+Outside `shard_map` XLA knows nothing of a custom call and would gather the whole cache first.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+class CacheSpecs:
+    """Partition specs of everything around a cache whose heads and rows may be split."""
+
+    def __init__(self, batch_axis: str | None, kv_head_axis: str | None):
+        b, k = batch_axis, kv_head_axis
+        self.pages = PartitionSpec(None, b, k, None)
+        self.tokens = PartitionSpec(b, None, k, None)  # query, key, value, out
+        self.lse = PartitionSpec(b, None, k)
+        self.page_table = PartitionSpec(b, None)
+        self.lengths = PartitionSpec(b)
+        self.scalar = PartitionSpec()
+
+
+def axis_size(mesh: Mesh | None, axis: str | None) -> int:
+    """Number of shards along a mesh axis; 1 without one."""
+    if mesh is None or axis is None:
+        return 1
+    if axis not in mesh.shape:
+        raise ValueError(f"The mesh has axes {tuple(mesh.shape)}, but no {axis!r}.")
+    return mesh.shape[axis]
+
+
+def over_mesh(fn, mesh: Mesh | None, in_specs, out_specs):
+    """`fn` itself without a mesh, else `fn` on each shard."""
+    if mesh is None:
+        return fn
+    sharded = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return sharded
+
+    def with_explicit_axes(*operands):  # such a mesh wants the operands split as the specs say
+        return sharded(*(_reshard(x, mesh, s) for x, s in zip(operands, in_specs, strict=True)))
+
+    return with_explicit_axes
+
+
+def _reshard(x, mesh: Mesh, spec: PartitionSpec):
+    if _axes(jax.typeof(x).sharding.spec, x.ndim) == _axes(spec, x.ndim):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def _axes(spec: PartitionSpec, ndim: int) -> tuple:
+    return tuple(spec) + (None,) * (ndim - len(spec))
+
+
+def named(mesh: Mesh | None, spec: PartitionSpec) -> NamedSharding | None:
+    """A NamedSharding, or None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, spec)

@@ -1,0 +1,307 @@
+"""The paged KV cache of a group of equal layers, in host or device memory, as a JAX pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from directkv_jax import _checks, _rows, memory
+from directkv_jax._layout import PageLayout, pages_for
+from directkv_jax._platform import any_tracer, is_concrete
+from directkv_jax._sharding import CacheSpecs, axis_size, named
+from directkv_jax._tracking import track, untrack
+from directkv_jax.implementations import Storage
+
+
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of `L` equal layers for `B` rows, in pages.
+
+    Nothing here is a request: lengths and page tables are data, so no step recompiles. Methods
+    return a new cache; those that write (`fork`) consume the old one when called eagerly. Under
+    `jax.jit` donate the cache and only the cache.
+
+    Attributes:
+      pages: `[L, P, K, E]` in host or device memory; typed `<host>` when placed on the host. Never
+        slice, gather or scatter it with JAX operations: a slice of it is copied into device memory.
+      page_table: int32 `[B, max_pages]`, the page ids of each row; one table for all layers. Under
+        a split batch the ids count within the shard.
+      lengths: int32 `[B]`, tokens in the cache.
+      overflowed: bool `[B]`, rows that were given tokens that did not fit, or whose lengths or page
+        ids were out of range. Sticky until `reset`.
+      layout: geometry of a page.
+      placement: "host" or "device".
+      mesh: the mesh the cache is split over, or None.
+      kv_head_axis: mesh axis of the KV heads.
+      batch_axis: mesh axis of the rows and of their pages.
+      tracked: the buffer is known, so that a call that was given a copy of it is refused.
+    """
+
+    pages: jax.Array
+    page_table: jax.Array
+    lengths: jax.Array
+    overflowed: jax.Array
+    layout: PageLayout = _static()
+    placement: str = _static()
+    mesh: Mesh | None = _static()
+    kv_head_axis: str | None = _static()
+    batch_axis: str | None = _static()
+    tracked: bool = _static()
+
+    @classmethod
+    def create(
+        cls, batch: int, max_length: int, *, num_kv_heads: int, head_dim: int, num_layers: int = 1,
+        dtype=jnp.bfloat16, page_size: int = 64, num_pages: int | None = None,
+        placement: str = "host", mesh: Mesh | None = None, kv_head_axis: str | None = None,
+        batch_axis: str | None = None,
+    ) -> KVCache:  # fmt: skip
+        """Allocates an empty cache. Host memory is page-locked; device memory is not touched.
+
+        Args:
+          batch: B, rows.
+          max_length: tokens each row can hold; rounded up to whole pages.
+          num_kv_heads: K.
+          head_dim: H, a multiple of 8.
+          num_layers: L, layers of equal shape that share this page table.
+          dtype: bfloat16, float16 or float32.
+          page_size: tokens per page, a multiple of 16. A fetch is one page of one head,
+            `2 * page_size * H * itemsize` bytes; below 4 KiB the link is not used well.
+          num_pages: P; default `B * max_pages`, and row b then owns pages `b * max_pages` and on.
+            With any other number the page table starts out of range and is the caller's to fill.
+          placement: "host" or "device".
+          mesh: a mesh to split the cache over, with the axes below.
+          kv_head_axis: its axis for KV heads; K must be divisible by its size.
+          batch_axis: its axis for rows; B and P must be divisible by its size.
+
+        Raises:
+          ValueError, TypeError: a size is wrong.
+          MemoryError: the memory cannot be had; names asked, available and the limit.
+        """
+        for name, value in (
+            ("batch", batch),
+            ("max_length", max_length),
+            ("num_layers", num_layers),
+        ):
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+        layout = PageLayout(page_size, num_kv_heads, head_dim, dtype)
+        max_pages = pages_for(max_length, page_size)
+        identity = num_pages is None
+        num_pages = batch * max_pages if num_pages is None else num_pages
+        rows = _check_mesh(mesh, batch_axis, kv_head_axis, batch, num_pages, num_kv_heads)
+        specs = CacheSpecs(batch_axis, kv_head_axis)
+        shape = (num_layers, num_pages, num_kv_heads, layout.tile_elements)
+        pages = memory.allocate(shape, layout.dtype, placement, named(mesh, specs.pages))
+        table = np.full((batch, max_pages), num_pages, np.int32)
+        if identity:
+            table = np.arange(num_pages, dtype=np.int32).reshape(batch, max_pages)
+            table = table % (num_pages // rows)
+        small = [
+            (jnp.asarray(table), specs.page_table),
+            (jnp.zeros((batch,), jnp.int32), specs.lengths),
+            (jnp.zeros((batch,), jnp.bool_), specs.lengths),
+        ]
+        if mesh is not None:
+            small = [(jax.device_put(x, named(mesh, spec)), spec) for x, spec in small]
+        tracked = track(pages)
+        return cls(
+            pages,
+            *(x for x, _ in small),
+            layout,
+            placement,
+            mesh,
+            kv_head_axis,
+            batch_axis,
+            tracked,
+        )
+
+    def replace(self, **fields) -> KVCache:
+        """A copy with some attributes exchanged; shares the other arrays."""
+        return dataclasses.replace(self, **fields)
+
+    @property
+    def batch(self) -> int:
+        """B: rows."""
+        return self.page_table.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.pages.shape[0]
+
+    @property
+    def num_pages(self) -> int:
+        """P: pages of each layer, over the whole mesh."""
+        return self.pages.shape[1]
+
+    @property
+    def pages_per_shard(self) -> int:
+        """Pages that one shard of the batch axis addresses: the range of its page ids."""
+        return self.num_pages // axis_size(self.mesh, self.batch_axis)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages a row can use."""
+        return self.page_table.shape[1]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a row can hold."""
+        return self.max_pages * self.page_size
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.layout.page_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return self.layout.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.layout.head_dim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of keys and values."""
+        return self.layout.dtype
+
+    @property
+    def storage(self) -> Storage:
+        """What an implementation needs to know of the pages of one shard."""
+        heads = self.num_kv_heads // axis_size(self.mesh, self.kv_head_axis)
+        layout = dataclasses.replace(self.layout, num_kv_heads=heads)
+        return Storage(layout, self.placement == "host", self.tracked)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `pages`."""
+        return self.num_layers * self.num_pages * self.layout.page_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one token takes in all layers: 2 * L * K * H * itemsize."""
+        return self.num_layers * self.layout.bytes_per_token
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of keys and values in host memory."""
+        return self.nbytes if self.placement == "host" else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of keys and values in device memory."""
+        return self.nbytes if self.placement == "device" else 0
+
+    def admit(self, seq_lengths, tokens: int):
+        """(int32 `[B]` tokens each row accepts: all or none; bool `[B]` `overflowed` after that)."""
+        return _rows.admit(self, seq_lengths, tokens)
+
+    def advance(self, n) -> KVCache:
+        """`lengths + n` for rows that have not overflowed; once per step, after all layers.
+
+        Args:
+          n: int or int32 `[B]`; the `query_seq_lengths` of the step.
+
+        Raises:
+          ValueError: eagerly, if a row would exceed its capacity. Under jit it is flagged instead.
+        """
+        return _rows.advance(self, _checks.check_rows_argument("n", n, self.batch))
+
+    def truncate(self, lengths) -> KVCache:
+        """Rolls rows back to `lengths`, an int or int32 `[B]`, at most the present lengths.
+
+        Raises:
+          ValueError: eagerly, if a length is negative or larger than the present one, or if the new
+            last page is shared with another row by `fork`. Under jit such rows keep their length
+            and are flagged.
+        """
+        return _rows.truncate(self, _checks.check_rows_argument("lengths", lengths, self.batch))
+
+    def take_rows(self, rows) -> KVCache:
+        """Rows `rows` (int32 `[B']`, no repeats) of this cache in that order; moves no data.
+
+        For repeats, as beams need, use `fork`. Under jit a repeated row is flagged.
+        """
+        return _rows.take_rows(self, rows)
+
+    def fork(self, rows) -> KVCache:
+        """Rows `rows` (int32 `[B']`, repeats allowed) as independent rows.
+
+        Full pages are shared; the open page of each row is copied by a native call, so that each
+        goes on alone. Every row keeps its capacity as long as the pool has free pages: with the
+        default pool, as long as B' <= B.
+        """
+        return _rows.fork(self, rows)
+
+    def reset(self, rows=None) -> KVCache:
+        """Empties rows, a bool mask `[B]` (default: all), and clears their `overflowed`."""
+        mask = jnp.ones((self.batch,), bool) if rows is None else jnp.asarray(rows)
+        _checks.check_array("rows", mask, "B", (self.batch,), jnp.bool_)
+        return self.replace(
+            lengths=jnp.where(mask, 0, self.lengths), overflowed=self.overflowed & ~mask
+        )
+
+    def delete(self) -> None:
+        """Frees the memory at once. Using the cache afterwards is an error."""
+        untrack(self.pages)
+        for array in (self.pages, self.page_table, self.lengths, self.overflowed):
+            array.delete()
+
+    def adopt(self) -> KVCache:
+        """Accepts the present buffer after a deliberate copy (`device_put`, a restored checkpoint)."""
+        _checks.check_cache(self)
+        return self.replace(tracked=track(self.pages))
+
+    def gather(self, layer: int, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of tokens `[start, stop)` as NumPy `[n, K, H]`; for debugging.
+
+        Raises:
+          ValueError: traced, or a range that is not in the cache.
+        """
+        _checks.check_cache(self)
+        return _rows.gather(self, layer, row, start, stop)
+
+    def __repr__(self) -> str:
+        if not hasattr(self.pages, "shape"):
+            return f"KVCache({self.pages!r})"  # a pytree of something else: a spec, a path
+        known = is_concrete(self.lengths) and not any_tracer(self.lengths)
+        known = known and not self.lengths.is_deleted()
+        lengths = np.asarray(self.lengths).tolist() if known else "?"
+        return (
+            f"KVCache(B={self.batch}, L={self.num_layers}, K={self.num_kv_heads}, "
+            f"H={self.head_dim}, {self.dtype.name}, max_length={self.max_length}, "
+            f"page_size={self.page_size}, {self.placement}, {self.nbytes / 2**20:.1f} MiB, "
+            f"lengths={lengths})"
+        )
+
+
+def _check_mesh(mesh, batch_axis, kv_head_axis, batch: int, pages: int, kv_heads: int) -> int:
+    """Checks that every split is even; returns the number of shards of the batch axis."""
+    if mesh is None and (batch_axis or kv_head_axis):
+        raise ValueError("`batch_axis` and `kv_head_axis` need a `mesh`.")
+    rows, heads = axis_size(mesh, batch_axis), axis_size(mesh, kv_head_axis)
+    for name, value, axis, size in (
+        ("num_kv_heads", kv_heads, kv_head_axis, heads),
+        ("batch", batch, batch_axis, rows),
+        ("num_pages", pages, batch_axis, rows),
+    ):
+        if value % size:
+            raise ValueError(
+                f"`{name}` should be divisible by the {size} shards of mesh axis {axis!r}, but got "
+                f"{value}."
+            )
+    return rows

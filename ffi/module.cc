@@ -1,0 +1,48 @@
+// The Python side of a native module: the FFI handlers as capsules, the registry of live caches, and
+// what a build can say about itself. Compiled once for each platform; it never sees CUDA.
+#include <pybind11/pybind11.h>
+
+#include "attend_plan.h"
+#include "pool_registry.h"
+#include "targets.h"
+
+namespace py = pybind11;
+
+#ifdef DIRECTKV_WITH_CUDA
+void bind_host_pool(py::module_& m);  // host_pool_binding.cc
+#else
+#include "cpu/kernels.h"
+#endif
+
+namespace {
+
+py::dict registrations() {
+  py::dict targets;
+#define DIRECTKV_ADD(name, symbol) targets[name] = py::capsule(reinterpret_cast<void*>(&symbol));
+  DIRECTKV_TARGETS(DIRECTKV_ADD)
+#undef DIRECTKV_ADD
+  return targets;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(DIRECTKV_MODULE_NAME, m) {
+  m.doc() = "Native kernels of directkv_jax; use the Python functions instead.";
+  m.def("registrations", &registrations, "FFI target name -> handler capsule.");
+  m.def("attend_workspace_bytes", &directkv::attend_workspace_bytes, py::arg("batch"),
+        py::arg("query_tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("head_dim"),
+        py::arg("max_pages"), "Bytes of the workspace result of the CUDA attend call.");
+  m.def("register_range", [](uintptr_t address, size_t bytes) {
+    directkv::register_range(reinterpret_cast<const void*>(address), bytes);
+  });
+  m.def("unregister_range", [](uintptr_t address) {
+    directkv::unregister_range(reinterpret_cast<const void*>(address));
+  });
+#ifdef DIRECTKV_WITH_CUDA
+  bind_host_pool(m);
+  m.attr("cuda_architectures") = DIRECTKV_CUDA_ARCHITECTURES;
+#else
+  m.def("isa_name", &directkv::cpu::isa_name, "Instruction set of the chosen kernels.");
+  m.def("isa_list", &directkv::cpu::isa_list, "Instruction sets of this build.");
+#endif
+}

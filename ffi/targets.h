@@ -1,0 +1,24 @@
+// The FFI targets: their names, and the handler symbol behind each. The only file that names them;
+// `directkv_jax/_native.py` holds the same names for the calling side.
+//
+// Operands, results and attributes are the same on every platform:
+//   directkv_attend       query key value pages page_table lengths seq_lengths layer
+//                         -> out lse workspace   {page_size host tracked scale soft_cap window_left}
+//   directkv_append       pages key value page_table lengths seq_lengths layer after
+//                         -> pages (aliased)     {page_size host tracked}
+//   directkv_read_pages   pages page_ids      -> data             {page_size host tracked}
+//   directkv_write_pages  pages data page_ids -> pages (aliased)  {page_size host tracked}
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+#define DIRECTKV_TARGETS(V)                   \
+  V("directkv_attend", DirectkvAttend)        \
+  V("directkv_append", DirectkvAppend)        \
+  V("directkv_read_pages", DirectkvReadPages) \
+  V("directkv_write_pages", DirectkvWritePages)
+
+#define DIRECTKV_DECLARE_HANDLER(name, symbol) \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame);
+DIRECTKV_TARGETS(DIRECTKV_DECLARE_HANDLER)
+#undef DIRECTKV_DECLARE_HANDLER
