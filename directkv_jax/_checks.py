@@ -1,4 +1,4 @@
-"""Checks of the public entries. Shapes and types while tracing; values only where they are known."""
+"""Checks of the public entries: shapes and types while tracing, values only where known."""
 
 from __future__ import annotations
 
@@ -40,18 +40,28 @@ def check_query(query, cache) -> tuple[int, int]:
     return tokens, heads
 
 
+def check_alive(cache) -> None:
+    """The cache was not donated away.
+
+    Raises:
+      ValueError: it was consumed by an earlier call, or deleted.
+    """
+    for array in (cache.pages, cache.page_table, cache.lengths, cache.overflowed):
+        if is_concrete(array) and array.is_deleted():
+            raise ValueError(
+                "This cache was already donated to an earlier call, or deleted. Use the cache that "
+                "the call returned."
+            )
+
+
 def check_cache(cache) -> None:
     """The cache is whole: not donated away, and typed to live where it was placed.
 
     Raises:
       ValueError: it was consumed by an earlier call, or lost its `<host>` type.
     """
+    check_alive(cache)
     pages = cache.pages
-    if is_concrete(pages) and pages.is_deleted():
-        raise ValueError(
-            "This cache was already donated to an earlier call, or deleted. Use the cache that the "
-            "call returned."
-        )
     expected = space_of(cache.placement)
     if (space := memory_space(pages)) != expected:
         raise ValueError(
@@ -90,14 +100,16 @@ def check_window(local_window_size) -> int:
     """The left window of `jax.nn.dot_product_attention`'s `local_window_size`, -1 for none."""
     if local_window_size is None:
         return -1
-    left, right = (
-        local_window_size if isinstance(local_window_size, tuple) else (local_window_size,) * 2
-    )
-    if left < 0 or right < 0:
-        raise ValueError(
+    pair = local_window_size
+    if isinstance(pair, (int, np.integer)):
+        pair = (pair, pair)
+    ints = isinstance(pair, tuple) and all(isinstance(x, (int, np.integer)) for x in pair)
+    if not ints or len(pair) != 2 or min(pair) < 0:
+        raise (ValueError if ints else TypeError)(
             "`local_window_size` should be a non-negative int or a pair (left, right) of them, but "
             f"got {local_window_size!r}. A Hugging Face sliding_window=W is (W - 1, 0)."
         )
+    left, _ = pair
     return int(left)
 
 
@@ -118,7 +130,7 @@ def check_values(cache, seq_lengths, writes: bool) -> None:
             f"Row {row} holds {lengths[row]} tokens and {n[row]} more do not fit: the cache has "
             f"room for {capacity} per row. Create it with a larger max_length."
         )
-    if writes and (stuck := np.asarray(cache.overflowed)).any():
+    if writes and (stuck := np.asarray(cache.overflowed) & (n != 0)).any():
         raise ValueError(
             f"Rows {np.flatnonzero(stuck).tolist()} overflowed earlier and accept no tokens until "
             "cache.reset()."

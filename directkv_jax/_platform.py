@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -30,16 +31,21 @@ def compile_only(platform: str) -> Iterator[None]:
 
 
 def platform_of(array=None, mesh=None) -> str:
-    """ "cpu", "cuda", "rocm", "tpu", ...: of a concrete array, else of a mesh, else JAX's default."""
+    """The platform of a concrete array, else of a mesh, else JAX's default: "cpu", "cuda", ..."""
     if (override := _compile_only.get()) is not None:
         return override
     if is_concrete(array):
         device = next(iter(array.devices()))
     elif mesh is not None and hasattr(mesh, "devices"):
         device = mesh.devices.flat[0]
-    elif (device := jax.config.jax_default_device) is None or isinstance(device, str):
+    elif (device := default_device()) is None or isinstance(device, str):
         return _canonical(device or jax.default_backend(), None)
     return _canonical(device.platform, device)
+
+
+def default_device() -> Any:
+    """The device or platform name set by `jax.default_device`, or None."""
+    return jax.config.jax_default_device  # type: ignore[attr-defined]
 
 
 def _canonical(platform: str, device) -> str:
@@ -64,6 +70,6 @@ def any_tracer(*trees) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
-def memory_space(x) -> jax.memory.Space:
+def memory_space(x) -> Any:
     """The memory space in the type of `x`: `float32<host>[...]` is Host."""
     return jax.typeof(x).memory_space

@@ -22,7 +22,7 @@ def admit(cache: KVCache, seq_lengths, tokens: int):
     """(tokens each row accepts: all or none; `overflowed` after that)."""
     end = cache.lengths + seq_lengths
     ok = (cache.lengths >= 0) & (seq_lengths >= 0) & (seq_lengths <= tokens)
-    ok &= end <= cache.max_length
+    ok &= (cache.lengths <= cache.max_length) & (end <= cache.max_length)  # the sum may wrap
     start = jnp.arange(cache.max_pages, dtype=jnp.int32)[None, :] * cache.page_size
     in_range = (cache.page_table >= 0) & (cache.page_table < cache.pages_per_shard)
     ok &= jnp.all(in_range | (start >= end[:, None]), axis=1)
@@ -34,7 +34,8 @@ def advance(cache: KVCache, n) -> KVCache:
     """`lengths + n` for rows that have not overflowed."""
     end = cache.lengths + n
     if not any_tracer(cache, n):
-        values = np.asarray(end)[~np.asarray(cache.overflowed)]
+        values = np.asarray(cache.lengths, np.int64) + np.asarray(n)
+        values = values[~np.asarray(cache.overflowed)]
         if (np.asarray(n) < 0).any():
             raise ValueError(f"`n` should not be negative, but got {np.asarray(n).tolist()}.")
         if (values > cache.max_length).any():
@@ -42,7 +43,7 @@ def advance(cache: KVCache, n) -> KVCache:
                 f"A row would hold {values.max()} tokens, but the cache has room for "
                 f"{cache.max_length} per row."
             )
-    ok = (n >= 0) & (end <= cache.max_length)
+    ok = (n >= 0) & (n <= cache.max_length) & (end <= cache.max_length)  # the sum may wrap
     lengths = jnp.where(ok & ~cache.overflowed, end, cache.lengths)
     return cache.replace(lengths=lengths, overflowed=cache.overflowed | ~ok)
 
@@ -54,8 +55,8 @@ def truncate(cache: KVCache, lengths) -> KVCache:
     if not any_tracer(cache, lengths):
         if not np.asarray(ok).all():
             raise ValueError(
-                f"`lengths` should be in [0, present lengths {np.asarray(cache.lengths).tolist()}], "
-                f"but got {np.asarray(lengths).tolist()}."
+                "`lengths` should be in [0, present lengths "
+                f"{np.asarray(cache.lengths).tolist()}], but got {np.asarray(lengths).tolist()}."
             )
         if (rows := np.flatnonzero(np.asarray(shared))).size:
             raise ValueError(
@@ -98,6 +99,31 @@ def take_rows(cache: KVCache, rows) -> KVCache:
     )
 
 
+def reset(cache: KVCache, mask) -> KVCache:
+    """Empties the rows of a bool mask `[B]`.
+
+    A page that such a row shares with another, after `fork`, is exchanged for one nobody holds, or
+    the row would go on writing into the other. Without sharing the page table stays as it is.
+    """
+    table, num_pages = cache.page_table, cache.num_pages
+    if cache.batch_axis is None:  # `fork` refuses a split batch, so nothing is shared there
+        valid = (table >= 0) & (table < num_pages)
+        # The owner of a page is its first holder, rows that stay before rows that are emptied.
+        order = jnp.arange(table.size).reshape(table.shape) + jnp.where(mask, table.size, 0)[:, None]
+        slot = jnp.where(valid, table, num_pages)
+        owner = jnp.full((num_pages,), 2 * table.size).at[slot].min(order, mode="drop")
+        held_twice = valid & mask[:, None] & (jnp.take(owner, slot, mode="clip") != order)
+        free = _free_pages(cache, valid)
+        rank = jnp.cumsum(held_twice.ravel()).reshape(table.shape) - 1
+        fresh = jnp.take(free, rank, mode="fill", fill_value=num_pages)
+        table = jnp.where(held_twice, fresh, table).astype(jnp.int32)
+    return cache.replace(
+        page_table=table,
+        lengths=jnp.where(mask, 0, cache.lengths),
+        overflowed=cache.overflowed & ~mask,
+    )
+
+
 def fork(cache: KVCache, rows) -> KVCache:
     """Independent copies of rows: full pages shared, the open page copied."""
     _checks.check_cache(cache)
@@ -112,7 +138,7 @@ def fork(cache: KVCache, rows) -> KVCache:
             f"{needed} pages are needed to hold these rows apart, but the pool has "
             f"{cache.num_pages}. Create the cache with a larger num_pages."
         )
-    return _eager_fork(cache, rows)
+    return _eager_fork(cache.pages, cache.replace(pages=None), rows)
 
 
 def _pages_needed(cache: KVCache, rows) -> int:
@@ -135,10 +161,7 @@ def _fork(cache: KVCache, rows) -> KVCache:
     lengths, table = cache.lengths[parent], cache.page_table[parent]
     full = lengths // cache.page_size
     shared = jnp.arange(cache.max_pages)[None, :] < full[:, None]
-    used = jnp.zeros((cache.num_pages,), bool)
-    used = used.at[jnp.where(shared, table, cache.num_pages)].set(True, mode="drop")
-    free = jnp.where(used, cache.num_pages, jnp.arange(cache.num_pages, dtype=jnp.int32))
-    free = jnp.sort(free)  # ids of free pages, then P for "none left", which is out of range
+    free = _free_pages(cache.replace(page_table=table), shared)
     # Open pages first, then the pages after them: a short pool runs out at the far end.
     rank = jnp.argsort(jnp.argsort((_column(cache) - full[:, None]).ravel(), stable=True))
     rank = rank.reshape(shared.shape) - jnp.sum(shared)
@@ -156,6 +179,14 @@ def _fork(cache: KVCache, rows) -> KVCache:
         lengths=lengths,
         overflowed=cache.overflowed[parent] | absent,
     )
+
+
+def _free_pages(cache: KVCache, held):
+    """Ids of the pages not in the `held` part of the table, then P, out of range, for "none left"."""
+    used = jnp.zeros((cache.num_pages,), bool)
+    used = used.at[jnp.where(held, cache.page_table, cache.num_pages)].set(True, mode="drop")
+    ids = jnp.arange(cache.num_pages, dtype=jnp.int32)
+    return jnp.sort(jnp.where(used, cache.num_pages, ids))
 
 
 def read_pages(cache: KVCache, page_ids):
@@ -190,7 +221,10 @@ def _page_mover(cache: KVCache):
     )
 
 
-_eager_fork = functools.partial(jax.jit, donate_argnames="cache")(_fork)
+@functools.partial(jax.jit, donate_argnums=0)
+def _eager_fork(pages, rest, rows):
+    """Donates the pages alone: with another number of rows nothing else can be reused."""
+    return _fork(rest.replace(pages=pages), rows)
 
 
 def _column(cache: KVCache):
@@ -201,7 +235,8 @@ def _check_row_ids(cache: KVCache, rows, name: str):
     rows = jnp.asarray(rows)
     if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise TypeError(
-            f"`rows` should be an integer array of one dimension, but got {rows.dtype} {rows.shape}."
+            "`rows` should be an integer array of one dimension, but got "
+            f"{rows.dtype} {rows.shape}."
         )
     if cache.batch_axis is not None:
         raise NotImplementedError(
@@ -236,8 +271,8 @@ def gather(cache: KVCache, layer: int, row: int, start: int, stop: int):
         ids = np.asarray(cache.page_table)[row, first:last] + shard * cache.pages_per_shard
         tiles = pages[ids]
     else:
-        ids = jnp.asarray(np.asarray(cache.page_table)[row, first:last])
-        tiles = np.asarray(read_pages(cache, ids))[:, layer]
+        ids = np.asarray(cache.page_table)[row, first:last]
+        tiles = np.asarray(read_pages(cache, jnp.asarray(ids)))[:, layer]
     rows = np.moveaxis(cache.layout.unpack(tiles), 2, 0)  # [2, n_pages, K, page_size, H]
     flat = np.moveaxis(rows, 3, 2).reshape(2, -1, cache.num_kv_heads, cache.head_dim)
     cut = slice(start - first * cache.page_size, stop - first * cache.page_size)

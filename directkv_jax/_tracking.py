@@ -1,7 +1,7 @@
 """Knows the buffers of live caches, so that a call can tell the cache from a copy XLA made of it.
 
-An undonated cache is copied, host to host, at every step and without a word. The append handler asks
-the native registry whether the pointer it was given is one of ours.
+An undonated cache is copied, host to host, at every step and without a word. The append handler
+asks the native registry whether the pointer it was given is one of ours.
 """
 
 from __future__ import annotations

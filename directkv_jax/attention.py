@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +73,11 @@ def decode_attention(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation,
     )  # fmt: skip
+    run: Any = _decode
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
         _checks.check_values(cache, call.seq_lengths, writes=True)
         run = _eager_decode
-    else:
-        run = _decode
     out, lse, cache = run(
         cache, query, key, value, call.layer, call.seq_lengths, call.options, call.name
     )
@@ -104,7 +104,7 @@ def attend(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation,
     )  # fmt: skip
-    run = _attend
+    run: Any = _attend
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
         _checks.check_values(cache, call.seq_lengths, writes=False)
@@ -139,7 +139,7 @@ def append(
     layer = _checks.check_layer(layer, cache.num_layers)
     seq_lengths = _seq_lengths(query_seq_lengths, cache, tokens)
     name = choose(implementation, _request(cache, cache.num_kv_heads)).name
-    run = _append
+    run: Any = _append
     if not any_tracer(key, value, cache, layer, seq_lengths, after):
         _checks.check_seq_lengths(seq_lengths, tokens)
         _checks.check_values(cache, seq_lengths, writes=True)
@@ -151,7 +151,7 @@ def unsupported_reason(
     implementation: str | None = None, *, dtype=jnp.bfloat16, head_dim: int = 128,
     num_query_heads: int = 1, num_kv_heads: int = 1, placement: str = "host",
 ) -> str | None:  # fmt: skip
-    """Why `implementation` (None: any by default) cannot serve such a cache here; None if it can."""
+    """Why `implementation` (None: the default) cannot serve such a cache here; None if it can."""
     request = Request(
         platform_of(), placement, jnp.dtype(dtype), head_dim, num_query_heads, num_kv_heads
     )
@@ -242,6 +242,7 @@ def _append(cache, key, value, layer, seq_lengths, after, name):
     key, value = _refuse_gradients(key), _refuse_gradients(value)
     specs = CacheSpecs(cache.batch_axis, cache.kv_head_axis)
     admitted, overflowed = cache.admit(seq_lengths, key.shape[1])
+    overflowed |= ((layer < 0) | (layer >= cache.num_layers)) & (seq_lengths != 0)
     storage = cache.storage
     after = key if after is None else after
     split_after = after.ndim == 4 and after.shape[:2] == key.shape[:2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from directkv_jax._tracking import track, untrack
 from directkv_jax.implementations import Storage
 
 
-def _static() -> Any:
-    return dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("pages", "page_table", "lengths", "overflowed"),
+    meta_fields=("layout", "placement", "mesh", "kv_head_axis", "batch_axis", "tracked"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of `L` equal layers for `B` rows, in pages.
@@ -51,12 +51,12 @@ class KVCache:
     page_table: jax.Array
     lengths: jax.Array
     overflowed: jax.Array
-    layout: PageLayout = _static()
-    placement: str = _static()
-    mesh: Mesh | None = _static()
-    kv_head_axis: str | None = _static()
-    batch_axis: str | None = _static()
-    tracked: bool = _static()
+    layout: PageLayout
+    placement: str
+    mesh: Mesh | None
+    kv_head_axis: str | None
+    batch_axis: str | None
+    tracked: bool
 
     @classmethod
     def create(
@@ -91,6 +91,7 @@ class KVCache:
             ("batch", batch),
             ("max_length", max_length),
             ("num_layers", num_layers),
+            ("num_pages", 1 if num_pages is None else num_pages),
         ):
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
@@ -106,23 +107,24 @@ class KVCache:
         if identity:
             table = np.arange(num_pages, dtype=np.int32).reshape(batch, max_pages)
             table = table % (num_pages // rows)
-        small = [
-            (jnp.asarray(table), specs.page_table),
-            (jnp.zeros((batch,), jnp.int32), specs.lengths),
-            (jnp.zeros((batch,), jnp.bool_), specs.lengths),
-        ]
-        if mesh is not None:
-            small = [(jax.device_put(x, named(mesh, spec)), spec) for x, spec in small]
-        tracked = track(pages)
+
+        def put(x, spec):
+            if mesh is not None:
+                return jax.device_put(x, named(mesh, spec))
+            # Committed like the pages, or the second jitted step would compile again.
+            return jax.device_put(x, memory.beside(pages)) if is_concrete(pages) else x
+
         return cls(
-            pages,
-            *(x for x, _ in small),
-            layout,
-            placement,
-            mesh,
-            kv_head_axis,
-            batch_axis,
-            tracked,
+            pages=pages,
+            page_table=put(jnp.asarray(table), specs.page_table),
+            lengths=put(jnp.zeros((batch,), jnp.int32), specs.lengths),
+            overflowed=put(jnp.zeros((batch,), jnp.bool_), specs.lengths),
+            layout=layout,
+            placement=placement,
+            mesh=mesh,
+            kv_head_axis=kv_head_axis,
+            batch_axis=batch_axis,
+            tracked=track(pages),
         )
 
     def replace(self, **fields) -> KVCache:
@@ -207,7 +209,7 @@ class KVCache:
         return self.nbytes if self.placement == "device" else 0
 
     def admit(self, seq_lengths, tokens: int):
-        """(int32 `[B]` tokens each row accepts: all or none; bool `[B]` `overflowed` after that)."""
+        """(tokens each row accepts, int32 `[B]`; `overflowed` after that, bool `[B]`)."""
         return _rows.admit(self, seq_lengths, tokens)
 
     def advance(self, n) -> KVCache:
@@ -219,6 +221,7 @@ class KVCache:
         Raises:
           ValueError: eagerly, if a row would exceed its capacity. Under jit it is flagged instead.
         """
+        _checks.check_alive(self)
         return _rows.advance(self, _checks.check_rows_argument("n", n, self.batch))
 
     def truncate(self, lengths) -> KVCache:
@@ -229,6 +232,7 @@ class KVCache:
             last page is shared with another row by `fork`. Under jit such rows keep their length
             and are flagged.
         """
+        _checks.check_alive(self)
         return _rows.truncate(self, _checks.check_rows_argument("lengths", lengths, self.batch))
 
     def take_rows(self, rows) -> KVCache:
@@ -236,6 +240,7 @@ class KVCache:
 
         For repeats, as beams need, use `fork`. Under jit a repeated row is flagged.
         """
+        _checks.check_alive(self)
         return _rows.take_rows(self, rows)
 
     def fork(self, rows) -> KVCache:
@@ -248,12 +253,18 @@ class KVCache:
         return _rows.fork(self, rows)
 
     def reset(self, rows=None) -> KVCache:
-        """Empties rows, a bool mask `[B]` (default: all), and clears their `overflowed`."""
+        """Empties rows, a bool mask `[B]` (default: all), and clears their `overflowed`.
+
+        Pages that such a row shares with another by `fork` are exchanged for free ones.
+        """
+        _checks.check_alive(self)
         mask = jnp.ones((self.batch,), bool) if rows is None else jnp.asarray(rows)
-        _checks.check_array("rows", mask, "B", (self.batch,), jnp.bool_)
-        return self.replace(
-            lengths=jnp.where(mask, 0, self.lengths), overflowed=self.overflowed & ~mask
-        )
+        if mask.dtype != jnp.bool_ or mask.shape != (self.batch,):
+            raise TypeError(
+                f"`rows` should be a bool mask of shape (B={self.batch},), but got {mask.dtype} "
+                f"{mask.shape}."
+            )
+        return _rows.reset(self, mask)
 
     def delete(self) -> None:
         """Frees the memory at once. Using the cache afterwards is an error."""
@@ -262,12 +273,12 @@ class KVCache:
             array.delete()
 
     def adopt(self) -> KVCache:
-        """Accepts the present buffer after a deliberate copy (`device_put`, a restored checkpoint)."""
+        """Accepts the present buffer after a deliberate copy, as by `jax.device_put`."""
         _checks.check_cache(self)
         return self.replace(tracked=track(self.pages))
 
     def gather(self, layer: int, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of tokens `[start, stop)` as NumPy `[n, K, H]`; for debugging.
+        """Keys and values of tokens `[start, stop)` as NumPy `[n, K, H]`, for debugging.
 
         Raises:
           ValueError: traced, or a range that is not in the cache.

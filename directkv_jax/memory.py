@@ -5,14 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from directkv_jax import _native
-from directkv_jax._platform import DEVICE, HOST, any_tracer, platform_of
+from directkv_jax._platform import DEVICE, HOST, any_tracer, default_device, platform_of
 
 PLACEMENTS = ("host", "device")
 
@@ -21,7 +28,7 @@ PLACEMENTS = ("host", "device")
 POOL_THRESHOLD_BYTES = 256 << 20
 
 
-def space_of(placement: str) -> jax.memory.Space:
+def space_of(placement: str) -> Any:
     """The JAX memory space of a placement, "host" or "device"."""
     if placement not in PLACEMENTS:
         raise ValueError(f'`placement` should be "host" or "device", but got {placement!r}.')
@@ -60,7 +67,9 @@ def allocate(
 
 @functools.lru_cache(maxsize=64)
 def _empty(shape, dtype, where):
-    return jax.jit(lambda: jax.device_put(jax.lax.empty(shape, dtype), where))
+    # device_put alone does not fix the layout of a result: without out_shardings it is replicated.
+    layout = {} if isinstance(where, jax.memory.Space) else {"out_shardings": where}
+    return jax.jit(lambda: jax.device_put(jax.lax.empty(shape, dtype), where), **layout)
 
 
 def _tracing() -> bool:
@@ -68,7 +77,7 @@ def _tracing() -> bool:
 
 
 def _one_device_sharding(placement: str) -> NamedSharding:
-    device = jax.config.jax_default_device or jax.local_devices()[0]
+    device = default_device() or jax.local_devices()[0]
     mesh = Mesh(np.array([device]), ("device",))
     return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind(placement))
 
@@ -80,16 +89,24 @@ def _allocate_pool(shape, dtype, sharding: NamedSharding) -> jax.Array:
     local = sharding.shard_shape(shape)
     shards = []
     for device in sharding.addressable_devices:
-        pool = native.HostPool(local, jnp.dtype(dtype).name, device.local_hardware_id or 0)
+        ordinal = getattr(device, "local_hardware_id", None) or 0
+        pool = native.HostPool(local, jnp.dtype(dtype).name, ordinal)
         shards.append(jax.dlpack.from_dlpack(pool, copy=False))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def beside(array: jax.Array) -> Sharding:
+    """Where small arrays go that belong to `array` of one device: that device's own memory."""
+    if isinstance(array.sharding, NamedSharding):
+        return NamedSharding(array.sharding.mesh, PartitionSpec())
+    return SingleDeviceSharding(next(iter(array.devices())))
 
 
 def retype(array: jax.Array) -> jax.Array:
     """Gives an array in page-locked host memory its `<host>` type back, without a copy.
 
-    The type is lost by `jax.dlpack.from_dlpack`, by `out_shardings=SingleDeviceSharding(...)` and by
-    `.addressable_shards[i].data`. The result aliases `array`; keep only one of them.
+    The type is lost by `jax.dlpack.from_dlpack`, by `out_shardings=SingleDeviceSharding(...)` and
+    by `.addressable_shards[i].data`. The result aliases `array`; keep only one of them.
 
     Raises:
       ValueError: `array` is not in host memory.

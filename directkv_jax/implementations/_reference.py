@@ -17,9 +17,8 @@ class ReferenceImplementation:
     read_pages = staticmethod(_paged.read_pages)
     write_pages = staticmethod(_paged.write_pages)
 
-    def unsupported_reason(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> None:
         """None: it serves every request."""
-        del request
 
     def attend(self, query, key, value, pages, rows: Rows, options: Options):
         """Row by row: logits, mask, softmax, weighted sum."""

@@ -22,9 +22,8 @@ class XlaImplementation:
     read_pages = staticmethod(_paged.read_pages)
     write_pages = staticmethod(_paged.write_pages)
 
-    def unsupported_reason(self, request: Request) -> str | None:
+    def unsupported_reason(self, request: Request) -> None:
         """None: it serves every request, at the price the class names."""
-        del request
 
     def attend(self, query, key, value, pages, rows: Rows, options: Options):
         """Grouped-query attention over the gathered tokens; no key or value is repeated."""

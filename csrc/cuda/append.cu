@@ -1,0 +1,80 @@
+// append: the new tokens of every row into their pages, all of a row's or none.
+#include <algorithm>
+
+#include "device.cuh"
+#include "kernels.h"
+#include "work_split.cuh"
+
+namespace directkv::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPiecesPerThread = 4;  // what sizes the grid; a thread may take more
+
+// blocks_per_row CTAs share a row. Each decides by itself, from the same unchanging inputs, whether
+// the row is written, so none has to wait for another.
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const __grid_constant__ AppendParams p, int blocks_per_row) {
+  const CacheView& cache = p.cache;
+  const PageLayout& layout = cache.layout;
+  const int b = static_cast<int>(blockIdx.x / blocks_per_row);
+  const int64_t length = cache.lengths[b];
+  const int seq = p.seq_lengths[b], layer = *cache.layer;
+  if (seq <= 0 || seq > p.new_tokens || length < 0 || length + seq > capacity(cache) ||
+      !layer_in_range(cache, layer)) {
+    return;
+  }
+  const int32_t* table_row = cache.page_table + int64_t{b} * cache.max_pages;
+  const PageRange pages = {static_cast<int>(length / layout.page_size),
+                           static_cast<int>((length + seq - 1) / layout.page_size) + 1};
+  if (__syncthreads_or(any_bad_page(table_row, pages, cache.num_pages))) return;
+
+  // 16-byte pieces in the order [K, key or value, token, piece]: neighbours in the source within a
+  // token, neighbours in the page from token to token.
+  const int pieces = layout.head_dim * itemsize(layout.dtype) / 16;
+  const int64_t per_part = int64_t{seq} * pieces, total = 2 * layout.kv_heads * per_part;
+  const uint4* const sources[2] = {static_cast<const uint4*>(p.key),
+                                   static_cast<const uint4*>(p.value)};
+  unsigned char* const tiles = static_cast<unsigned char*>(cache.pages) +
+                               layout.tile_offset(layer, cache.num_pages, 0, 0);
+  const int64_t stride = int64_t{blocks_per_row} * kThreads;
+  for (int64_t i = int64_t{blockIdx.x % blocks_per_row} * kThreads + threadIdx.x; i < total;
+       i += stride) {
+    const int64_t part = i / per_part;
+    const int in_part = static_cast<int>(i - part * per_part);
+    const int t = in_part / pieces, piece = in_part - t * pieces;
+    const int k = static_cast<int>(part / 2);
+    const bool is_value = part % 2 != 0;
+    const int64_t from =
+        ((int64_t{b} * p.new_tokens + t) * layout.kv_heads + k) * pieces + piece;
+    const int64_t position = length + t;
+    const int64_t page = table_row[position / layout.page_size];
+    const int slot = static_cast<int>(position % layout.page_size);
+    const int64_t element = is_value ? layout.value_row(slot) : layout.key_row(slot);
+    unsigned char* to = tiles + (page * layout.kv_heads + k) * layout.tile_bytes() +
+                        element * itemsize(layout.dtype) + piece * 16;
+    *reinterpret_cast<uint4*>(to) = is_value ? sources[1][from] : sources[0][from];
+  }
+}
+
+}  // namespace
+
+cudaError_t append(const AppendParams& p, cudaStream_t stream) {
+  const PageLayout& layout = p.cache.layout;
+  if (p.cache.batch == 0 || p.new_tokens == 0) return cudaSuccess;
+  if (layout.page_size <= 0 || layout.kv_heads <= 0 || layout.head_dim <= 0 ||
+      layout.head_dim % 8 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  const int64_t pieces = int64_t{2} * layout.kv_heads * p.new_tokens * layout.head_dim *
+                         itemsize(layout.dtype) / 16;
+  // Few blocks saturate a link; many rows bring their own.
+  constexpr int64_t kMaxBlocksPerRow = 128;
+  const int64_t blocks_per_row = std::clamp<int64_t>(
+      (pieces + kThreads * kPiecesPerThread - 1) / (kThreads * kPiecesPerThread), 1,
+      kMaxBlocksPerRow);
+  return launch(append_kernel, p.cache.batch * blocks_per_row, kThreads, 0, stream, p,
+                static_cast<int>(blocks_per_row));
+}
+
+}  // namespace directkv::cuda

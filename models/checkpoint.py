@@ -1,0 +1,151 @@
+"""What a weight file offers, whatever its format, and how it is poured into a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from directkv_jax.models.config import LlamaConfig
+from directkv_jax.models.llama import Llama
+from directkv_jax.models.tokenizer import Tokenizer
+
+_LISTED = 20  # problems of one kind an error lists before it only counts them
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor in a file: its shape is known at once, its values are read on demand."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+      path: for messages.
+      config: shapes of the model the weights belong to.
+      tensors: by Hugging Face name, in Hugging Face's orientation ([out, in]).
+      tokenizer: of the same checkpoint.
+      names: Hugging Face name -> the file's own name for it, for messages.
+      problems: what was already found wrong with the keys while opening.
+    """
+
+    path: Path
+    config: LlamaConfig
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer
+    names: Callable[[str], str] = str
+    problems: tuple[str, ...] = ()
+
+
+def build(checkpoint: Checkpoint, dtype, *, progress: bool = True) -> Llama:
+    """A model filled from a checkpoint. Every parameter is allocated once, in its final dtype.
+
+    Raises:
+      ValueError: keys or shapes do not fit the model; all of them in one message.
+    """
+    abstract = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    wanted = {_hf_name(path): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    _check(checkpoint, wanted)
+    filled = []
+    with _bar(checkpoint, wanted, progress) as bar:
+        for name, (path, variable) in wanted.items():
+            transpose = path[-1] == "kernel"
+            raw = checkpoint.tensors[name].read()
+            value = _place(jax.device_put(raw), transpose, variable.get_value().dtype)
+            filled.append((path, variable.replace(value)))
+            bar.update(value.nbytes)
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _place(raw: jax.Array, transpose: bool, dtype) -> jax.Array:
+    # Flax kernels are [in, out]. Transposing on the device is cheaper than in NumPy.
+    return (raw.T if transpose else raw).astype(dtype)
+
+
+def _hf_name(path: tuple) -> str:
+    kinds = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+    name = ".".join(map(str, (*path[:-1], kinds[path[-1]])))
+    return name if path[0] == "lm_head" else f"model.{name}"
+
+
+def _file_shape(path: tuple, variable) -> tuple[int, ...]:
+    shape = tuple(variable.get_value().shape)
+    return shape[::-1] if path[-1] == "kernel" else shape
+
+
+def _check(checkpoint: Checkpoint, wanted: dict[str, Any]) -> None:
+    tied = checkpoint.config.tie_word_embeddings
+    missing, mis_shaped = [], []
+    for name, (path, variable) in wanted.items():
+        shape, shown = _file_shape(path, variable), checkpoint.names(name)
+        if name not in checkpoint.tensors:
+            missing.append(f"missing: `{shown}`, expected shape {shape}")
+        elif (got := checkpoint.tensors[name].shape) != shape:
+            mis_shaped.append(f"mis-shaped: `{shown}`, expected {shape}, got {got}")
+    unexpected = [
+        f"unexpected: `{checkpoint.names(name)}`, got shape {tensor.shape}"
+        for name, tensor in checkpoint.tensors.items()
+        if name not in wanted
+        and not name.endswith("rotary_emb.inv_freq")  # recomputed; old checkpoints store it
+        and not (tied and name == "lm_head.weight")  # a copy of the embedding
+    ]
+    groups = (list(checkpoint.problems), missing, mis_shaped, unexpected)
+    if count := sum(map(len, groups)):
+        lines = [line for group in groups for line in _shortened(group)]
+        raise ValueError(
+            f"the weights in {checkpoint.path} do not fit its configuration ({count} problems). "
+            "Check that the files belong together and are complete:\n  " + "\n  ".join(lines)
+        )
+
+
+def _shortened(lines: list[str]) -> Iterator[str]:
+    yield from lines[:_LISTED]
+    if len(lines) > _LISTED:
+        yield f"{lines[0].split(':')[0]}: and {len(lines) - _LISTED} more"
+
+
+def _bar(checkpoint: Checkpoint, wanted: dict[str, Any], progress: bool):
+    from tqdm import tqdm
+
+    sizes = (variable.get_value() for _, variable in wanted.values())
+    return tqdm(
+        total=sum(math.prod(value.shape) * value.dtype.itemsize for value in sizes),
+        desc=f"loading {checkpoint.path.name}",
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        disable=None if progress else True,  # None: shown where stderr is a terminal
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: it holds something else.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} should hold `{path.name}`, but does not.")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} should be JSON, but could not be parsed: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} should hold a JSON object, but got {type(value).__name__}.")
+    return value

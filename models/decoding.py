@@ -1,0 +1,211 @@
+"""The compiled pieces of generation: prefill layer by layer, a decode step, a loop of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from directkv_jax import KVCache
+from directkv_jax.models.llama import Llama, last_token
+from directkv_jax.models.prefill import prompt_attention
+from directkv_jax.models.sampling import Sampling, sample
+
+NOTHING = -1  # in place of a token: the row had stopped, or its token did not fit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What a step needs to know of the rows, besides the cache. All of it lives on the device.
+
+    Attributes:
+      tokens: int32[B], the token chosen last, not in the cache yet.
+      keys: one PRNG key for each row.
+      count: int32[B], tokens chosen so far.
+      done: bool[B], rows that have stopped; they are neither read nor written any more.
+      limit: int32[], tokens after which a row stops.
+      stop_tokens: int32[S], tokens that stop a row, padded with `NOTHING`.
+    """
+
+    tokens: jax.Array
+    keys: jax.Array
+    count: jax.Array
+    done: jax.Array
+    limit: jax.Array
+    stop_tokens: jax.Array
+
+
+def decode_step(
+    model: Llama, cache: KVCache, state: DecodeState, *, sampling: Sampling, implementation=None
+) -> tuple[KVCache, DecodeState, jax.Array]:
+    """Puts the last token of each running row into the cache and chooses the next.
+
+    Returns:
+      (cache, state, int32[B]: the tokens chosen, `NOTHING` for stopped rows). A stop token is
+      returned like any other. A row whose token no longer fits into the cache stops.
+    """
+    running = (~state.done).astype(jnp.int32)
+    logits, cache = model(state.tokens[:, None], cache, running, implementation=implementation)
+    state = dataclasses.replace(state, done=state.done | cache.overflowed)
+    state, chosen = _choose(logits[:, 0], state, sampling)
+    return cache, state, chosen
+
+
+def decode_loop(
+    model: Llama, cache: KVCache, state: DecodeState, *, steps: int, sampling: Sampling,
+    implementation=None,
+) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
+    """Up to `steps` decode steps in one `lax.while_loop`, which ends when every row has stopped.
+
+    Returns:
+      (cache, state, int32[B, steps]: as `decode_step` returns them, one column for each).
+    """
+
+    def unfinished(carry):
+        step, _, state, _ = carry
+        return (step < steps) & ~jnp.all(state.done)
+
+    def body(carry):
+        step, cache, state, chosen = carry
+        cache, state, tokens = decode_step(
+            model, cache, state, sampling=sampling, implementation=implementation
+        )
+        return step + 1, cache, state, jax.lax.dynamic_update_index_in_dim(chosen, tokens, step, 1)
+
+    chosen = jnp.full((cache.batch, steps), NOTHING, jnp.int32)
+    start = (jnp.zeros((), jnp.int32), cache, state, chosen)
+    _, cache, state, chosen = jax.lax.while_loop(unfinished, body, start)
+    return cache, state, chosen
+
+
+def _choose(logits: jax.Array, state: DecodeState, sampling: Sampling):
+    tokens = sample(logits, state.keys, state.count, sampling)
+    count = state.count + ~state.done
+    stops = jnp.any(tokens[:, None] == state.stop_tokens, axis=1) | (count >= state.limit)
+    chosen = jnp.where(state.done, NOTHING, tokens)
+    tokens = jnp.where(state.done, state.tokens, tokens)
+    done = state.done | stops
+    return dataclasses.replace(state, tokens=tokens, count=count, done=done), chosen
+
+
+class _Graph:
+    """A graphdef as a static argument. Hashing one anew takes milliseconds, for each token."""
+
+    def __init__(self, graphdef):
+        self.graphdef, self._hash = graphdef, hash(graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Graph) and self.graphdef == other.graphdef
+
+    def merge(self, params):
+        return nnx.merge(self.graphdef, params)
+
+
+# The jitted forms. Parameters are an argument of their own, so that only the cache is donated.
+_STATIC = ("graph", "sampling", "implementation")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
+def _step(graph, params, cache, state, *, sampling, implementation):
+    model = graph.merge(params)
+    return decode_step(model, cache, state, sampling=sampling, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "steps"), donate_argnames="cache")
+def _loop(graph, params, cache, state, *, steps, sampling, implementation):
+    model = graph.merge(params)
+    return decode_loop(
+        model, cache, state, steps=steps, sampling=sampling, implementation=implementation
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _embed(graph, params, tokens):
+    model = graph.merge(params)
+    start = jnp.zeros(tokens.shape[:1], jnp.int32)
+    return model.embed_tokens(tokens), model.rotations(start, tokens.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "implementation"), donate_argnames="cache")
+def _prefill_layer(graph, params, x, rotation, cache, layer, lengths, *, implementation):
+    attention = functools.partial(
+        prompt_attention, query_seq_lengths=lengths, implementation=implementation
+    )
+    return graph.merge(params)(x, rotation, cache, layer, attention)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "sampling"))
+def _first(graph, params, x, lengths, state, *, sampling):
+    logits = graph.merge(params).logits(last_token(x, lengths))
+    return _choose(logits, state, sampling)
+
+
+class Decoder:
+    """A model taken apart once, so that its steps can be called cheaply.
+
+    Args:
+      model: the model; its parameters are shared, not copied.
+      sampling: how tokens are chosen; another value compiles anew.
+      implementation: of the attention over the cache.
+    """
+
+    def __init__(self, model: Llama, sampling: Sampling, implementation: str | None = None):
+        self._model = _split(model)
+        self._layers = [_split(layer) for layer in model.layers]
+        self._sampling = {"sampling": sampling}
+        self._implementation = {"implementation": implementation}
+
+    def compile(self, tokens, lengths, cache: KVCache, state: DecodeState, loop_steps: int = 0):
+        """Compiles what the calls below will need for these shapes; runs none of it."""
+        x, rotation = _embed(*self._model, tokens)
+        first_layer = (*self._layers[0], x, rotation, cache, jnp.int32(0), lengths)
+        _prefill_layer.lower(*first_layer, **self._implementation).compile()
+        _first.lower(*self._model, x, lengths, state, **self._sampling).compile()
+        options = {**self._sampling, **self._implementation}
+        if loop_steps:
+            _loop.lower(*self._model, cache, state, steps=loop_steps, **options).compile()
+        else:
+            _step.lower(*self._model, cache, state, **options).compile()
+
+    def prefill(
+        self, tokens, lengths, cache: KVCache, state: DecodeState,
+        on_layer: Callable[[int, int], None] | None = None,
+    ) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
+        """Reads padded prompts int32[B, T] into an empty cache and chooses the first tokens.
+
+        One layer is compiled and called L times: a bucket costs the compilation of one layer, and
+        progress can be told. Consumes `cache`.
+        """
+        x, rotation = _embed(*self._model, tokens)
+        for index, layer in enumerate(self._layers):
+            before = x
+            x, cache = _prefill_layer(
+                *layer, x, rotation, cache, jnp.int32(index), lengths, **self._implementation
+            )
+            if on_layer:
+                before.block_until_ready()  # what is done, not what is queued; one layer stays so
+                on_layer(index, len(self._layers))
+        state, chosen = _first(*self._model, x, lengths, state, **self._sampling)
+        return cache.advance(lengths), state, chosen
+
+    def step(self, cache: KVCache, state: DecodeState):
+        """`decode_step`, compiled. Consumes `cache`."""
+        return _step(*self._model, cache, state, **self._sampling, **self._implementation)
+
+    def loop(self, cache: KVCache, state: DecodeState, steps: int):
+        """`decode_loop`, compiled for `steps`. Consumes `cache`."""
+        options = {**self._sampling, **self._implementation}
+        return _loop(*self._model, cache, state, steps=steps, **options)
+
+
+def _split(module: nnx.Module):
+    graphdef, params = nnx.split(module)
+    return _Graph(graphdef), params

@@ -1,0 +1,182 @@
+"""Text in, text out: `generate`, `complete` and `stream` over a cache in host or device memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Generator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from directkv_jax import KVCache, memory
+from directkv_jax.models.decoding import NOTHING, Decoder, DecodeState
+from directkv_jax.models.llama import Llama
+from directkv_jax.models.request import Options, Prompts, Request, bucket, prepare
+from directkv_jax.models.result import Collector, Generation, Piece, Stats
+from directkv_jax.models.sampling import row_keys
+from directkv_jax.models.tokenizer import Tokenizer
+
+
+def generate(model: Llama, tokenizer: Tokenizer, prompts: Prompts, **options) -> str | list[str]:
+    """The continuation of a prompt: a str for one text, a list for a list of prompts.
+
+    Example::
+
+      model, tokenizer = load("SmolLM2-135M-Instruct.gguf")
+      generate(model, tokenizer, "The capital of France is", max_new_tokens=8)
+
+    Args:
+      model: from `load`.
+      tokenizer: from `load`.
+      prompts: a text, several texts, or several lists of token ids. Texts are taken as they are;
+        for a chat pass `[tokenizer.encode_chat(messages)]`.
+      **options: as `Options`.
+
+    Raises:
+      As `stream`.
+    """
+    texts = complete(model, tokenizer, prompts, **options).texts
+    return texts[0] if isinstance(prompts, str) else list(texts)
+
+
+def complete(
+    model: Llama, tokenizer: Tokenizer, prompts: Prompts, *, while_loop: bool = False, **options
+) -> Generation:
+    """Like `generate`, with the tokens, the reason each row stopped for, and figures.
+
+    Args:
+      model: from `load`.
+      tokenizer: from `load`.
+      prompts: as `generate`.
+      while_loop: decode in one compiled `lax.while_loop` that does not return to Python for each
+        token; the tokens are the same. `max_new_tokens`, rounded up to a power of two, is then
+        part of what is compiled.
+      **options: as `Options`.
+
+    Raises:
+      As `stream`.
+    """
+    request = prepare(model, tokenizer, prompts, Options(**options))
+    *_, generation = _run(model, tokenizer, request, while_loop)
+    assert isinstance(generation, Generation)
+    return generation
+
+
+def stream(
+    model: Llama, tokenizer: Tokenizer, prompts: Prompts, **options
+) -> Generator[Piece | Generation, None, None]:
+    """Yields a `Piece` for every bit of text as it comes, and a `Generation` at the end.
+
+    Only the bucket of the prompts (a power of two), the batch, the size of the cache and `sampling`
+    are compiled in: no step compiles again. The cache is freed when the iterator ends or is closed.
+
+    Args:
+      model: from `load`.
+      tokenizer: from `load`.
+      prompts: as `generate`.
+      **options: as `Options`.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong, or a prompt is empty or longer than the cache.
+      NotImplementedError: the named implementation cannot do this here.
+      MemoryError: the memory for the cache cannot be had.
+    """
+    return _run(model, tokenizer, prepare(model, tokenizer, prompts, Options(**options)), False)
+
+
+@dataclasses.dataclass
+class _Clock:
+    """Moments of one call, in seconds."""
+
+    start: float = 0.0
+    compiled: float = 0.0
+    first: float = 0.0  # all rows have their first token
+    last: float = 0.0  # ... their last
+
+
+def _run(
+    model: Llama, tokenizer: Tokenizer, request: Request, while_loop: bool
+) -> Generator[Piece | Generation, None, None]:
+    options, batch = request.options, len(request.lengths)
+    collector = Collector(tokenizer, batch, options.max_new_tokens, request.stop_tokens)
+    decoder = Decoder(model, options.sampling, options.implementation)
+    cache = model.create_cache(
+        batch, request.max_length, page_size=options.page_size, placement=options.placement
+    )
+    kv_bytes, clock, first_tokens = (cache.host_bytes, cache.device_bytes), _Clock(), None
+    with contextlib.closing(_decode(request, decoder, cache, clock, while_loop)) as steps:
+        for chosen in steps:
+            now, before = time.perf_counter(), collector.count
+            pieces = collector.take(chosen)
+            first_tokens = collector.count if first_tokens is None else first_tokens
+            clock.last = now if collector.count > before else clock.last
+            yield from pieces
+            if collector.finished:
+                break
+    later = collector.count - (first_tokens or 0)
+    yield collector.result(
+        Stats(
+            prompt_tokens=int(request.lengths.sum()),
+            new_tokens=collector.count,
+            compile_s=clock.compiled - clock.start,
+            ttft_s=clock.first - clock.compiled,
+            tokens_per_s=later / (clock.last - clock.first) if later else 0.0,
+            kv_bytes_host=kv_bytes[0],
+            kv_bytes_device=kv_bytes[1],
+        )
+    )
+
+
+def _decode(
+    request: Request, decoder: Decoder, cache: KVCache, clock: _Clock, while_loop: bool
+) -> Generator[np.ndarray, None, None]:
+    """The tokens of each step, int32[B], until closed. Owns the cache and frees it."""
+    try:
+        # Committed like the pages: results of a step are, and a second type would compile again.
+        inputs = (request.tokens, request.lengths, _initial_state(request))
+        tokens, lengths, state = jax.device_put(inputs, memory.beside(cache.pages))
+        options, clock.start = request.options, time.perf_counter()
+        loop_steps = bucket(options.max_new_tokens) if while_loop else 0
+        decoder.compile(tokens, lengths, cache, state, loop_steps)
+        clock.compiled = time.perf_counter()
+        cache, state, chosen = decoder.prefill(tokens, lengths, cache, state, options.on_progress)
+        first = np.asarray(chosen)
+        clock.first = time.perf_counter()
+        if options.on_progress:
+            options.on_progress(cache.num_layers, cache.num_layers)
+        yield first
+
+        if while_loop:
+            cache, state, chosen = decoder.loop(cache, state, loop_steps)
+            yield from np.asarray(chosen).T
+        pending = None
+        while True:
+            # The next step is queued before this one's tokens are looked at, so that the device
+            # never waits for Python. Rows that stop in between stop on the device as well.
+            cache, state, coming = decoder.step(cache, state)
+            if pending is not None:
+                yield np.asarray(pending)
+            pending = coming
+    finally:
+        # Unless an error came between donation and assignment; then Python frees it.
+        if not cache.pages.is_deleted():
+            cache.lengths.block_until_ready()  # a queued step may still write
+            cache.delete()
+
+
+def _initial_state(request: Request) -> DecodeState:
+    batch = len(request.lengths)
+    # Padded, so that their number is not a shape.
+    stop = np.full(bucket(len(request.stop_tokens)), NOTHING, np.int32)
+    stop[: len(request.stop_tokens)] = request.stop_tokens
+    return DecodeState(
+        tokens=jnp.zeros(batch, jnp.int32),
+        keys=row_keys(request.options.seed, batch),
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, jnp.bool_),
+        limit=jnp.int32(request.options.max_new_tokens),
+        stop_tokens=jnp.asarray(stop),
+    )

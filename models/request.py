@@ -1,0 +1,152 @@
+"""Checks and completes what `generate` and `stream` are asked, before anything is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from directkv_jax.models.llama import Llama
+from directkv_jax.models.sampling import GREEDY, Sampling
+from directkv_jax.models.tokenizer import Tokenizer
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+# Called with (layers of the prefill done, layers).
+OnProgress = Callable[[int, int], None]
+
+SMALLEST_BUCKET = 16
+# Above this a power of two would waste too much memory for a cache; multiples of it are taken.
+LARGEST_DOUBLING = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to generate; the keyword arguments of `generate`, `complete` and `stream`.
+
+    Attributes:
+      max_new_tokens: most tokens for each prompt.
+      max_length: tokens, of prompt and answer, that the cache holds for each row; rounded up to
+        whole pages. None makes it large enough. A row that outgrows it stops with "overflow".
+      sampling: how tokens are chosen; greedy by default. Another value compiles anew.
+      seed: of the random choices. A row draws the same whatever the other rows are.
+      stop_tokens: tokens that end an answer; None takes the tokenizer's. They are not returned.
+      placement: where keys and values live, "host" or "device".
+      implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
+        where it lies.
+      page_size: tokens per page of the cache.
+      on_progress: called with (layers done, layers) while the prompt is read.
+    """
+
+    max_new_tokens: int = 128
+    max_length: int | None = None
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    stop_tokens: Sequence[int] | None = None
+    placement: str = "host"
+    implementation: str | None = None
+    page_size: int = 64
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_length"):
+            value = getattr(self, name)
+            if name == "max_length" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` should be an int in [0, 2**32), but got {self.seed!r}.")
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"`sampling` should be a Sampling, but got {self.sampling!r}.")
+        if self.placement not in ("host", "device"):
+            raise ValueError(
+                f'`placement` should be "host" or "device", but got {self.placement!r}.'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Prompts ready for the device.
+
+    Attributes:
+      tokens: int32[B, bucket], padded with 0.
+      lengths: int32[B], tokens of each prompt.
+      max_length: tokens each row of the cache should hold.
+      stop_tokens: what ends an answer.
+      options: the rest.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    max_length: int
+    stop_tokens: tuple[int, ...]
+    options: Options
+
+
+def prepare(model: Llama, tokenizer: Tokenizer, prompts: Prompts, options: Options) -> Request:
+    """Encodes and pads prompts, and chooses the size of the cache.
+
+    Raises:
+      TypeError: `prompts` is of another kind.
+      ValueError: a prompt is empty, longer than the cache or holds unknown ids.
+    """
+    rows = _encode(tokenizer, prompts)
+    for index, row in enumerate(rows):
+        _check_row(index, row, model.config.vocab_size, options)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    longest = int(lengths.max())
+    tokens = np.zeros((len(rows), bucket(longest)), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
+    # The last token is chosen but never put into the cache.
+    needed = options.max_length or capacity(longest + options.max_new_tokens - 1)
+    return Request(tokens, lengths, needed, tuple(map(int, stop)), options)
+
+
+def bucket(tokens: int) -> int:
+    """The next power of two, at least 16: the only length of prompts a program is compiled for."""
+    return max(SMALLEST_BUCKET, 1 << math.ceil(math.log2(max(1, tokens))))
+
+
+def capacity(tokens: int) -> int:
+    """Tokens per row of a cache that is to hold `tokens`: few different sizes, little waste."""
+    if tokens <= LARGEST_DOUBLING:
+        return bucket(tokens)
+    return math.ceil(tokens / LARGEST_DOUBLING) * LARGEST_DOUBLING
+
+
+def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
+    if isinstance(prompts, str):
+        return [tokenizer.encode(prompts)]
+    rows: list[Any] = list(prompts) if isinstance(prompts, Sequence) else []
+    if rows and all(isinstance(row, str) for row in rows):
+        return [tokenizer.encode(row) for row in rows]
+    if rows and all(isinstance(row, (Sequence, np.ndarray)) for row in rows):
+        return [[int(token) for token in row] for row in rows]
+    raise TypeError(
+        "`prompts` should be a str, a non-empty list of str or a list of lists of token ids, "
+        f"but got {prompts!r:.80}."
+    )
+
+
+def _check_row(index: int, row: list[int], vocabulary: int, options: Options) -> None:
+    if not row:
+        raise ValueError(f"prompt {index} has no tokens. Give it at least one character.")
+    if not all(0 <= token < vocabulary for token in row):
+        raise ValueError(
+            f"prompt {index} should hold token ids in [0, {vocabulary}), "
+            f"but got {min(row)} .. {max(row)}."
+        )
+    if options.max_length is not None:
+        pages = math.ceil(options.max_length / options.page_size)
+        if len(row) > pages * options.page_size:
+            raise ValueError(
+                f"prompt {index} has {len(row)} tokens, but the cache holds "
+                f"{pages * options.page_size} for each row (`max_length` {options.max_length}). "
+                "Shorten the prompt or raise `max_length`."
+            )

@@ -1,0 +1,78 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Static under jit: another value compiles another step.
+
+    The filters apply in this order, each on what the one before left:
+    temperature divides the logits; `top_k` keeps the k largest; `top_p` keeps the smallest set of
+    most probable tokens whose probabilities sum to at least p (always at least one).
+
+    Attributes:
+      temperature: 0 is greedy: the most probable token, the lowest id among equals. `top_k` and
+        `top_p` then change nothing.
+      top_k: how many tokens remain, None for all.
+      top_p: in (0, 1]; 1 for all.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"`temperature` should be 0 or more, but got {self.temperature}.")
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"`top_k` should be a positive int or None, but got {self.top_k!r}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` should be in (0, 1], but got {self.top_p}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0
+
+
+GREEDY = Sampling()
+
+
+def row_keys(seed: int, batch: int) -> jax.Array:
+    """One PRNG key for each row: row i draws the same whatever the other rows are."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+        jax.random.key(seed), jnp.arange(batch, dtype=jnp.uint32)
+    )
+
+
+def sample(logits: jax.Array, keys: jax.Array, step: jax.Array, sampling: Sampling) -> jax.Array:
+    """Chooses one token for each row.
+
+    Args:
+      logits: float32[B, V].
+      keys: one key for each row, as `row_keys` makes them.
+      step: int32[B], how many tokens the row has drawn before; folded into its key.
+      sampling: the filters.
+
+    Returns:
+      int32[B].
+    """
+    if sampling.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    values, ids = jax.lax.top_k(logits / sampling.temperature, kept)
+    if sampling.top_p < 1:
+        probabilities = jax.nn.softmax(values, axis=-1)
+        # What stands before a token, not with it, decides: the token that reaches p stays.
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        values = jnp.where(before < sampling.top_p, values, -jnp.inf)
+    keys = jax.vmap(jax.random.fold_in)(keys, step.astype(jnp.uint32))
+    chosen = jax.vmap(jax.random.categorical)(keys, values)
+    return jnp.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0].astype(jnp.int32)

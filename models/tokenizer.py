@@ -1,0 +1,130 @@
+"""Text to tokens and back: a thin wrapper of a `tokenizers.Tokenizer` and a chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what the decoder shows for the first bytes of an unfinished character
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Encodes, decodes and renders chats.
+
+    Attributes:
+      backend: the `tokenizers.Tokenizer`.
+      bos_id: the token a text starts with, if any.
+      eos_ids: the tokens that end an answer.
+      chat_template: Jinja source, or None.
+      special_tokens: what the template may name, e.g. {"bos_token": "<s>"}.
+    """
+
+    backend: Any
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included."""
+        return self.backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. A rendered chat template brings its own special tokens."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Renders messages `{"role": ..., "content": ...}` as the model was trained to see them.
+
+        The template comes from the checkpoint, so it runs in Jinja's sandbox.
+
+        Raises:
+          ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                "this tokenizer has no chat template, so messages cannot be rendered. "
+                "Pass the prompt as plain text (`--raw` on the command line)."
+            )
+        from jinja2 import TemplateError
+
+        try:
+            return (
+                _environment()
+                .from_string(self.chat_template)
+                .render(
+                    messages=list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    **self.special_tokens,
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template could not be rendered: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a chat, up to where the model answers."""
+        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder to be fed one token at a time."""
+        return StreamDecoder(self)
+
+
+def _environment():
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+
+    def raise_exception(message: str):
+        from jinja2 import TemplateError
+
+        raise TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    return environment
+
+
+class StreamDecoder:
+    """Turns tokens into text as they come; the pieces join to what `decode` gives for all.
+
+    A character can be spread over several tokens: its first bytes are held back until it is whole.
+    Only the tokens since the last whole character, and those of the piece before (decoders may look
+    at the left neighbour), are decoded again, so that a long answer stays linear.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0  # start of the piece before
+        self._shown = 0  # tokens whose text has been returned
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes, perhaps empty."""
+        self._ids.append(token)
+        text = self._pending()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        text = self._pending()
+        self._context = self._shown = len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._shown])
+        return self._tokenizer.decode(self._ids[self._context :])[len(before) :]

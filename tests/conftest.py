@@ -1,0 +1,69 @@
+"""Shared fixtures: virtual devices, strict numerics, and the implementations a test runs over."""
+
+from __future__ import annotations
+
+import os
+
+# Before JAX starts: sharding is tested on four virtual CPU devices. No effect on other platforms.
+_FLAG = "xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_FLAG}=4".strip()
+
+import jax
+import pytest
+
+import directkv_jax
+
+
+@pytest.fixture(scope="module")
+def strict_numerics():
+    """No implicit rank promotion, and float32 that is float32 (no TF32) where results compare."""
+    saved = jax.config.jax_numpy_rank_promotion, jax.config.jax_default_matmul_precision
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_numpy_rank_promotion", saved[0])
+    jax.config.update("jax_default_matmul_precision", saved[1])
+
+
+@pytest.fixture(params=("cpu", "xla", "reference", "cuda"))
+def implementation(request) -> str:
+    """Every implementation; skipped, with its own reason, where it does not run."""
+    return _or_skip(request.param)
+
+
+@pytest.fixture(params=("cpu", "cuda"))
+def native(request) -> str:
+    """The implementations that are our kernels: what is promised of XLA's calls holds for them."""
+    return _or_skip(request.param)
+
+
+def _or_skip(name: str) -> str:
+    if reason := directkv_jax.unsupported_reason(name):
+        pytest.skip(f'implementation="{name}": {reason}')
+    return name
+
+
+_compiled = 0
+
+
+def _on_event(name: str, *_, **__) -> None:
+    global _compiled
+    _compiled += name.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+@pytest.fixture(scope="session")
+def compilations():
+    """A function that says how many programs XLA has compiled so far in this process."""
+    return lambda: _compiled
+
+
+@pytest.fixture
+def four_devices() -> list[jax.Device]:
+    """Four devices of the default platform."""
+    if len(devices := jax.devices()) < 4:
+        pytest.skip(f"needs 4 devices, and JAX sees {len(devices)} of {devices[0].platform}")
+    return devices[:4]

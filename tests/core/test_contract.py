@@ -1,0 +1,126 @@
+"""What attention gives, on every implementation: a pairwise covering selection of all that varies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import cache_builder
+import numpy as np
+import oracle
+import pytest
+
+import directkv_jax
+
+pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+AXES = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dim": (64, 80, 96, 128, 256),
+    "group": (1, 3, 4, 7, 8, 16),
+    "tokens": (1, 2, 5, 33),
+    "lengths": ("short", "boundary", "end"),
+    "seq_lengths": (None, "ragged", "mostly_zero"),
+    "window": (None, 0, 7, "past_a_page"),
+    "soft_cap": (None, 3.0),
+    "page_size": (16, 64),
+    "kv_heads": (1, 2, 3),
+    "fresh": (True, False),
+    "scale": (None, 0.3),
+    "placement": ("host", "device"),
+}
+PAGES = {16: 5, 64: 3}  # pages of a row, by page size: room for 33 tokens, and a page to cross
+
+
+def covering(axes, seed: int) -> list[dict]:
+    """Cases in which every pair of values of two axes occurs; greedy, the same in every run."""
+    rng = random.Random(seed)
+    names = list(axes)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in axes[a]
+        for y in axes[b]
+    }
+    cases = []
+    while missing:
+        best, best_pairs = None, set()
+        for _ in range(60):
+            case = {name: rng.choice(axes[name]) for name in names}
+            case.update(rng.choice(sorted(missing, key=str)))
+            pairs = set(itertools.combinations(case.items(), 2)) & missing
+            if len(pairs) > len(best_pairs):
+                best, best_pairs = case, pairs
+        cases.append(best)
+        missing -= best_pairs
+    return cases
+
+
+CASES = covering(AXES, seed=0)
+
+
+def name(case: dict) -> str:
+    """A readable test id."""
+    window = "" if case["window"] is None else f"-w{case['window']}"
+    return (
+        f"{case['dtype']}-H{case['head_dim']}-G{case['group']}-K{case['kv_heads']}-T{case['tokens']}"
+        f"-{case['lengths']}-{case['seq_lengths'] or 'all'}-p{case['page_size']}{window}"
+        f"{'-cap' if case['soft_cap'] else ''}{'-fresh' if case['fresh'] else ''}"
+        f"{'' if case['scale'] is None else '-scaled'}-{case['placement']}"
+    )
+
+
+def lengths_of(kind: str, page: int, capacity: int, tokens: int) -> list[int]:
+    """Empty, one token, around page boundaries, the last slot, full."""
+    return {
+        "short": [0, 1, page - 1, page],
+        "boundary": [page + 1, 2 * page - 1, 2 * page, 2 * page + 1],
+        "end": [capacity - tokens, capacity - 1, capacity, 0],
+    }[kind]
+
+
+def seq_lengths_of(kind: str | None, tokens: int) -> list[int] | None:
+    """How many new tokens of each row are valid."""
+    return {
+        None: None,
+        "ragged": [tokens, 0, 1, max(1, tokens // 2)],
+        "mostly_zero": [0, 0, tokens, 0],
+    }[kind]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_attention_is_exact(implementation, case):
+    page, tokens, kv_heads = case["page_size"], case["tokens"], case["kv_heads"]
+    heads, dim, dtype = kv_heads * case["group"], case["head_dim"], np.dtype(case["dtype"])
+    capacity = PAGES[page] * page
+    lengths = lengths_of(case["lengths"], page, capacity, tokens)
+    seq_lengths = seq_lengths_of(case["seq_lengths"], tokens)
+    window = page + 2 if case["window"] == "past_a_page" else case["window"]
+    seed = CASES.index(case)
+    built = cache_builder.build(
+        lengths, max_length=capacity, num_kv_heads=kv_heads, head_dim=dim, num_layers=2,
+        dtype=dtype, page_size=page, seed=seed, placement=case["placement"],
+    )  # fmt: skip
+    layer = seed % 2
+    query, key, value = cache_builder.tokens(
+        seed, len(lengths), tokens, heads, kv_heads, dim, dtype, seq_lengths
+    )
+    fresh = (key, value) if case["fresh"] else ()
+    out, lse = directkv_jax.attend(
+        query, built.cache, *fresh, layer=layer, scale=case["scale"], return_residual=True,
+        query_seq_lengths=None if seq_lengths is None else np.int32(seq_lengths),
+        # A Hugging Face window W is (W - 1, 0): nothing to the right, which causal queries lack.
+        local_window_size=(window, 0) if case["window"] == "past_a_page" else window,
+        logits_soft_cap=case["soft_cap"], implementation=implementation,
+    )  # fmt: skip
+    assert out.dtype == dtype and lse.dtype == np.float32
+    oracle.check(
+        out, lse, dtype, query, built.keys[layer], built.values[layer], lengths, *fresh,
+        seq_lengths=seq_lengths, scale=case["scale"], soft_cap=case["soft_cap"], window=window,
+    )  # fmt: skip
+
+
+def test_the_selection_covers_every_pair():
+    for a, b in itertools.combinations(AXES, 2):
+        seen = {(case[a], case[b]) for case in CASES}
+        assert seen == set(itertools.product(AXES[a], AXES[b]))

@@ -1,0 +1,54 @@
+# C++ tests of the CUDA kernels and the host pool. Included after csrc/cuda, or from a project that
+# adds it:
+#   directkv_cuda_tests [--quick] [name]   on a GPU; --quick for compute-sanitizer
+#   directkv_host_pool_tests [name]        on a GPU, and without one (the refusals)
+#   directkv_cuda_emulated_tests --quick   the same kernels on the CPU, no GPU needed
+set(_tests ${CMAKE_CURRENT_LIST_DIR})
+set(_kernels ${CMAKE_CURRENT_LIST_DIR}/../../csrc)
+set(_cuda_includes ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+
+add_executable(directkv_cuda_tests
+  ${_tests}/attend_case.cc
+  ${_tests}/cuda_attend_test.cc
+  ${_tests}/cuda_device_case.cc
+  ${_tests}/cuda_graph_test.cc
+  ${_tests}/cuda_main.cc
+  ${_tests}/cuda_pages_test.cc)
+add_executable(directkv_host_pool_tests
+  ${_tests}/host_pool_limit_test.cc
+  ${_tests}/host_pool_test.cc
+  ${_tests}/main.cc
+  ${_tests}/pool_registry_test.cc
+  ${_kernels}/pool_registry.cc)
+foreach(target directkv_cuda_tests directkv_host_pool_tests)
+  target_include_directories(${target} SYSTEM PRIVATE ${_cuda_includes})
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+  target_link_libraries(${target} PRIVATE directkv_cuda_kernels)
+  set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static LINKER_LANGUAGE CUDA)
+endforeach()
+
+# The kernels' own sources, by the host compiler.
+set(_emulated_kernels)
+foreach(name append attend attend_bf16 attend_f16 attend_f32 page_copy)
+  set(_copy ${CMAKE_CURRENT_BINARY_DIR}/emulated/${name}.cc)
+  file(CONFIGURE OUTPUT ${_copy} CONTENT "#include \"cuda/${name}.cu\"\n")
+  list(APPEND _emulated_kernels ${_copy})
+endforeach()
+add_executable(directkv_cuda_emulated_tests
+  ${_emulated_kernels}
+  ${_tests}/attend_case.cc
+  ${_tests}/cuda_attend_test.cc
+  ${_tests}/cuda_device_case.cc
+  ${_tests}/cuda_emulation.cc
+  ${_tests}/cuda_main.cc
+  ${_tests}/cuda_pages_test.cc)
+target_compile_features(directkv_cuda_emulated_tests PRIVATE cxx_std_17)
+target_compile_definitions(directkv_cuda_emulated_tests PRIVATE DIRECTKV_EMULATE_CUDA)
+target_include_directories(directkv_cuda_emulated_tests PRIVATE ${_tests} ${_kernels})
+target_include_directories(directkv_cuda_emulated_tests SYSTEM PRIVATE ${_cuda_includes})
+# They carry pragmas of nvcc.
+target_compile_options(directkv_cuda_emulated_tests PRIVATE -Wno-unknown-pragmas)
+
+enable_testing()
+add_test(NAME directkv_cuda_emulated_tests COMMAND directkv_cuda_emulated_tests --quick)
+add_test(NAME directkv_host_pool_tests COMMAND directkv_host_pool_tests)

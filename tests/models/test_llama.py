@@ -1,0 +1,161 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from directkv_jax.models import LlamaConfig, load
+from directkv_jax.models.prefill import QUERY_BLOCK, causal_attention
+from directkv_jax.models.rope import inverse_frequencies
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3": {"rope_scaling": LLAMA3},
+}
+
+
+def llama3_frequencies(theta, size, scaling):
+    """The cases of the original code, one frequency at a time."""
+    result = []
+    for i in range(0, size, 2):
+        frequency = theta ** (-i / size)
+        wavelength = 2 * math.pi / frequency
+        context = scaling["original_max_position_embeddings"]
+        if wavelength > context / scaling["low_freq_factor"]:
+            frequency /= scaling["factor"]
+        elif wavelength > context / scaling["high_freq_factor"]:
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            smooth = (context / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+        result.append(frequency)
+    return np.array(result)
+
+
+def assert_logits(got, expected):
+    np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prefill_and_decode_equal_numpy(name, tiny, tmp_path):
+    config = tiny.config | VARIANTS[name]
+    weights = tiny.random_weights(config, seed=3)
+    model, _ = load(tiny.write_folder(tmp_path / "m", config, weights), "float32", progress=False)
+    frequencies = llama3_frequencies(1000.0, 16, LLAMA3) if name == "llama3" else None
+    rows = [np.random.default_rng(i).integers(0, 272, 20) for i in range(2)]
+    expected = [tiny.numpy_logits(config, weights, row, frequencies) for row in rows]
+    prompt_lengths, tokens = np.array([11, 5], np.int32), np.zeros((2, 16), np.int32)
+    for b, n in enumerate(prompt_lengths):
+        tokens[b, :n] = rows[b][:n]
+
+    cache = model.create_cache(2, 32, page_size=16)
+    graphdef, params = nnx.split(model)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def first(params, tokens, cache, lengths):
+        return nnx.merge(graphdef, params).prefill(tokens, cache, lengths)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(params, tokens, cache, lengths):
+        return nnx.merge(graphdef, params)(tokens, cache, lengths)
+
+    logits, cache = first(params, tokens, cache, prompt_lengths)
+    for b, n in enumerate(prompt_lengths):
+        assert_logits(logits[b], expected[b][n - 1])
+    pointer = cache.pages.unsafe_buffer_pointer()
+    at = prompt_lengths.copy()
+    for valid in ([3, 1], [1, 3], [0, 2], [2, 0]):  # ragged new tokens, three at most
+        tokens = np.full((2, 3), 7, np.int32)
+        for b, n in enumerate(valid):
+            tokens[b, :n] = rows[b][at[b] : at[b] + n]
+        logits, cache = step(params, tokens, cache, np.array(valid, np.int32))
+        for b, n in enumerate(valid):
+            assert_logits(logits[b, :n], expected[b][at[b] : at[b] + n])
+        at += np.array(valid, np.int32)
+    assert cache.lengths.tolist() == at.tolist()
+    assert cache.pages.unsafe_buffer_pointer() == pointer  # in place: the cache was donated
+    assert jax.typeof(cache.pages).memory_space == jax.memory.Space.Host
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_stays_close(dtype, tiny, folder):
+    model, _ = load(folder, dtype, progress=False)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {dtype}
+    ids = np.arange(12, dtype=np.int32) * 7
+    cache = model.create_cache(1, 16, page_size=16)
+    assert cache.dtype == jnp.dtype(dtype)
+    logits, _ = model.prefill(ids[None], cache, jnp.array([12], jnp.int32))
+    expected = tiny.numpy_logits(tiny.config, tiny.weights, ids)[-1]
+    assert logits.dtype == jnp.float32
+    error = np.abs(np.asarray(logits[0]) - expected).max() / np.abs(expected).max()
+    assert error < 0.05
+
+
+def test_long_prompts_in_blocks_equal_the_whole():
+    tokens = 2 * QUERY_BLOCK
+    key = jax.random.key(0)
+    q, k, v = (
+        jax.random.normal(jax.random.fold_in(key, i), (2, tokens, heads, 16))
+        for i, heads in enumerate((4, 2, 2))
+    )
+    lengths = jnp.array([tokens - 3, 5], jnp.int32)
+    blocks = causal_attention(q, k, v, lengths)
+    whole = jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths
+    )
+    for b, n in enumerate(lengths.tolist()):
+        np.testing.assert_allclose(blocks[b, :n], whole[b, :n], rtol=1e-4, atol=1e-5)
+
+
+def test_llama3_frequencies_equal_the_original(tiny):
+    config = LlamaConfig.from_dict(tiny.config | {"rope_scaling": LLAMA3})
+    expected = llama3_frequencies(1000.0, 16, LLAMA3)
+    np.testing.assert_allclose(inverse_frequencies(config), expected, rtol=1e-6)
+
+
+def test_linear_scaling_and_both_places_of_theta(tiny):
+    plain = {k: v for k, v in tiny.config.items() if k != "rope_theta"}
+    parameters = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
+    new = LlamaConfig.from_dict(plain | {"rope_parameters": parameters})
+    old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert new == LlamaConfig.from_dict(plain | old)
+    base = LlamaConfig.from_dict(plain | {"rope_theta": 500.0})
+    np.testing.assert_allclose(inverse_frequencies(new) * 4, inverse_frequencies(base), rtol=1e-6)
+
+
+def test_defaults_follow_hugging_face(tiny):
+    known = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    values = {name: tiny.config[name] for name in known} | {"num_attention_heads": 4}
+    config = LlamaConfig.from_dict(values | {"num_key_value_heads": None, "eos_token_id": [3, 4]})
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.eos_token_id == (3, 4)
+    assert hash(config) == hash(LlamaConfig.from_dict(values | {"eos_token_id": (3, 4)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, "`model_type` should be \"llama\", but got 'gemma'"),
+        ({"hidden_act": "gelu"}, "`hidden_act`"),
+        ({"vocab_size": None}, "lacks `vocab_size`"),
+        ({"num_hidden_layers": 0}, "`num_hidden_layers` should be a positive int, but got 0"),
+        ({"num_key_value_heads": 3}, r"\(N=4\) should be a multiple .* K=3"),
+        ({"head_dim": 15}, "`head_dim` should be a positive even int, but got 15"),
+        ({"rope_scaling": {"type": "yarn"}}, "`rope_type` should be one of .* 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
+    ],
+)
+def test_config_errors(change, message, tiny):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_dict(tiny.config | change)

@@ -1,0 +1,234 @@
+import json
+import pickle
+import re
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from directkv_jax.models import load
+from directkv_jax.models.gguf import unpermute
+
+IDS = np.array([[1, 5, 9, 200, 33, 271, 7, 7]], np.int32)
+
+
+def last_logits(model):
+    cache = model.create_cache(1, 16, page_size=16)
+    return np.asarray(model.prefill(IDS, cache, jnp.array([IDS.shape[1]]))[0][0])
+
+
+def quietly(path):
+    return load(path, "float32", progress=False)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded):
+    return last_logits(loaded[0])
+
+
+@pytest.fixture
+def fresh(tiny, tmp_path):
+    """A folder a test may damage."""
+    return tiny.write_folder(tmp_path / "tiny", tiny.config, tiny.weights)
+
+
+def damaged_gguf(tiny, tmp_path, **changes):
+    return tiny.write_gguf(tmp_path / "tiny.gguf", tiny.config, tiny.weights, **changes)
+
+
+# What loads
+
+
+def test_folder_gives_the_numpy_logits(tiny, expected):
+    reference = tiny.numpy_logits(tiny.config, tiny.weights, IDS[0])[-1]
+    np.testing.assert_allclose(expected, reference, rtol=2e-4, atol=2e-4)
+
+
+def test_shards_give_the_same(tiny, tmp_path, expected):
+    folder = tiny.write_folder(tmp_path / "sharded", tiny.config, tiny.weights, shards=3)
+    np.testing.assert_array_equal(last_logits(quietly(folder)[0]), expected)
+
+
+def test_gguf_gives_the_same(tiny, tmp_path, expected):
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", tiny.config, tiny.weights)
+    model, tokenizer = quietly(path)
+    np.testing.assert_allclose(last_logits(model), expected, rtol=1e-5, atol=1e-5)
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (270, (271,))
+
+
+def test_quantized_gguf_is_close(tiny, tmp_path, expected):
+    kind = gguf.GGMLQuantizationType.Q8_0
+    path = damaged_gguf(tiny, tmp_path, quantize=kind)
+    assert np.abs(last_logits(quietly(path)[0]) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_bfloat16_files_and_the_default_dtype(tiny, tmp_path):
+    weights = {name: value.astype(jnp.bfloat16) for name, value in tiny.weights.items()}
+    folder = tiny.write_folder(tmp_path / "bf16", tiny.config, weights)
+    model, _ = load(folder, progress=False)
+    assert model.dtype == jnp.float32  # on a CPU
+    kernel = model.layers[0].mlp.up_proj.kernel[...]
+    stored = weights["model.layers.0.mlp.up_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(kernel, stored.T)
+
+
+def test_harmless_extra_tensors_are_ignored(tiny, tmp_path):
+    config = tiny.config | {"tie_word_embeddings": True}
+    weights = tiny.random_weights(config)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    quietly(tiny.write_folder(tmp_path / "tied", config, weights))
+
+
+def test_frequency_divisors_of_a_gguf(tiny, tmp_path):
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = damaged_gguf(tiny, tmp_path, extra={"rope_freqs.weight": divisors})
+    frequencies = 1000.0 ** (-np.arange(0, 16, 2) / 16) / divisors
+    reference = tiny.numpy_logits(tiny.config, tiny.weights, IDS[0], frequencies)[-1]
+    np.testing.assert_allclose(last_logits(quietly(path)[0]), reference, rtol=2e-4, atol=2e-4)
+
+
+def test_unpermute_undoes_the_order_of_gguf(tiny):
+    rows = np.arange(4 * 16 * 3).reshape(64, 3)
+    np.testing.assert_array_equal(unpermute(tiny.interleave(rows, 4), 4), rows)
+
+
+# What does not
+
+
+def test_all_problems_in_one_error(tiny, tmp_path):
+    weights = dict(tiny.weights)
+    del weights["model.norm.weight"]
+    weights["model.layers.0.mlp.up_proj.weight"] = np.zeros((96, 63), np.float32)
+    weights["model.layers.1.extra.weight"] = np.zeros(5, np.float32)
+    weights["model.layers.1.mlp.up_proj.weight"] = np.zeros((96, 64), np.int8)
+    folder = tiny.write_folder(tmp_path / "bad", tiny.config, weights)
+    with pytest.raises(ValueError, match="4 problems") as error:
+        quietly(folder)
+    for line in (
+        "missing: `model.norm.weight`, expected shape (64,)",
+        "mis-shaped: `model.layers.0.mlp.up_proj.weight`, expected (96, 64), got (96, 63)",
+        "unexpected: `model.layers.1.extra.weight`, got shape (5,)",
+        "dtype: `model.layers.1.mlp.up_proj.weight`, expected one of BF16, F16, F32, F64, got I8",
+    ):
+        assert line in str(error.value)
+
+
+def test_missing_and_foreign_shards(tiny, tmp_path):
+    folder = tiny.write_folder(tmp_path / "sharded", tiny.config, tiny.weights, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    index.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="do not fit") as error:
+        quietly(folder)
+    assert "`model-00002-of-00003.safetensors` is missing" in str(error.value)
+    assert "`../elsewhere.safetensors` should be a plain file name" in str(error.value)
+    assert "missing: `model.norm.weight`" in str(error.value)
+
+
+def test_long_lists_are_shortened(tiny, tmp_path):
+    config = tiny.config | {"num_hidden_layers": 9}
+    folder = tiny.write_folder(tmp_path / "deep", config, tiny.weights)
+    with pytest.raises(ValueError, match="missing: and 43 more"):
+        quietly(folder)
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+@pytest.mark.parametrize("content", ["truncated", "pickle", "empty", "gguf"])
+def test_weights_that_are_not_safetensors(content, fresh):
+    file = fresh / "model.safetensors"
+    file.write_bytes(
+        {
+            "truncated": file.read_bytes()[:-100],
+            "pickle": pickle.dumps(Bomb()),
+            "empty": b"",
+            "gguf": b"GGUF" + bytes(100),
+        }[content]
+    )
+    with pytest.raises(ValueError, match="should be a complete safetensors file"):
+        quietly(fresh)
+
+
+def test_pickled_weights_are_not_opened(fresh):
+    (fresh / "model.safetensors").unlink()
+    (fresh / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(FileNotFoundError, match=r"pickled .*pytorch_model.bin.*safetensors"):
+        quietly(fresh)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "message"),
+    [
+        ("config.json", None, FileNotFoundError, "should hold `config.json`"),
+        ("config.json", "{", ValueError, "should be JSON"),
+        ("config.json", "[]", ValueError, "should hold a JSON object, but got list"),
+        ("config.json", '{"model_type": "bert"}', ValueError, "but got 'bert'"),
+        ("config.json", '{"quantization_config": {}}', ValueError, "quantized weights"),
+        ("tokenizer.json", None, FileNotFoundError, "should hold `tokenizer.json`"),
+        ("tokenizer.json", '{"a": 1}', ValueError, "could not be read as a tokenizer"),
+    ],
+)
+def test_other_files_of_the_folder(name, text, kind, message, fresh):
+    if text is None:
+        (fresh / name).unlink()
+    else:
+        (fresh / name).write_text(text)
+    with pytest.raises(kind, match=message):
+        quietly(fresh)
+
+
+def test_a_tokenizer_of_another_model(tiny, tmp_path):
+    config = tiny.config | {"vocab_size": 100}
+    folder = tiny.write_folder(tmp_path / "small", config, tiny.random_weights(config))
+    with pytest.raises(ValueError, match="knows 272 tokens, but the embedding has 100 rows"):
+        quietly(folder)
+
+
+@pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.999])
+def test_truncated_gguf(keep, tiny, tmp_path):
+    path = damaged_gguf(tiny, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(ValueError, match="should be a complete GGUF file"):
+        quietly(path)
+
+
+def test_files_that_are_not_gguf(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none"))):
+        quietly(tmp_path / "none")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match=r"should start with b'GGUF' .*, but starts with"):
+        quietly(path)
+    save_file(tiny.weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"Pass the folder that holds `config\.json`"):
+        quietly(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arch": "bert"}, "`general.architecture` should be \"llama\", but got 'bert'"),
+        ({"metadata": {"llama.block_count": None}}, "lacks `llama.block_count`"),
+        ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts"),
+        ({"metadata": {"llama.rope.dimension_count": 8}}, "should be 16, but got 8"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "`rope_type`"),
+        ({"metadata": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
+        ({"metadata": {"tokenizer.ggml.pre": "deepseek"}}, "`tokenizer.ggml.pre`"),
+        ({"metadata": {"tokenizer.ggml.merges": None}}, "lacks `tokenizer.ggml.merges`"),
+        ({"metadata": {"llama.block_count": 3}}, "missing: `blk.2.attn_q.weight`"),
+        ({"metadata": {"llama.feed_forward_length": 95}}, r"expected \(95, 64\), got \(96, 64\)"),
+        ({"extra": {"blk.0.odd.weight": np.ones(3, np.float32)}}, "unexpected: `blk.0.odd.weight`"),
+    ],
+)
+def test_gguf_of_something_else(changes, message, tiny, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        quietly(damaged_gguf(tiny, tmp_path, **changes))
