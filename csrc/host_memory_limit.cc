@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cinttypes>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <limits>
-#include <sstream>
+#include <vector>
 
 namespace directkv {
 namespace {
@@ -15,22 +16,38 @@ namespace {
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 std::atomic<int64_t> held_bytes{0};
 
+// The lines of a file; none if it cannot be read. By C's own input: a module that was linked with a
+// second copy of the C++ library can crash in the number parsing of its streams.
+std::vector<std::string> read_lines(const std::string& path) {
+  std::vector<std::string> lines;
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (!file) return lines;
+  char* line = nullptr;
+  size_t capacity = 0;
+  for (ssize_t n; (n = getline(&line, &capacity, file)) >= 0;) {
+    lines.emplace_back(line, n > 0 && line[n - 1] == '\n' ? n - 1 : n);
+  }
+  std::free(line);
+  std::fclose(file);
+  return lines;
+}
+
 // The whole file as one number; "max", a missing file and control group v1's 2^63 are kUnlimited.
 int64_t read_number(const std::string& path) {
-  std::ifstream file(path);
+  const std::vector<std::string> lines = read_lines(path);
   int64_t value;
-  if (!(file >> value) || value >= int64_t{1} << 60) return kUnlimited;
-  return value;
+  if (lines.empty() || std::sscanf(lines[0].c_str(), "%" SCNd64, &value) != 1) return kUnlimited;
+  return value >= int64_t{1} << 60 ? kUnlimited : value;
 }
 
 // Value of the line that starts with `key` (then white space or a colon); `missing` without it.
 int64_t read_field(const std::string& path, const std::string& key, int64_t missing) {
-  std::ifstream file(path);
-  std::string word;
-  int64_t value;
-  for (std::string line; std::getline(file, line);) {
-    std::istringstream words(line);
-    if (words >> word >> value && (word == key || word == key + ":")) return value;
+  for (const std::string& line : read_lines(path)) {
+    if (line.rfind(key, 0) != 0) continue;
+    const char* rest = line.c_str() + key.size();
+    int64_t value;
+    if (*rest != ':' && *rest != ' ' && *rest != '\t') continue;
+    if (std::sscanf(rest + 1, "%" SCNd64, &value) == 1) return value;
   }
   return missing;
 }
@@ -42,8 +59,8 @@ struct GroupFiles {
   const char* reclaimable;  // field of memory.stat
   const char* source;
 };
-constexpr GroupFiles kVersion2 = {"/sys/fs/cgroup", "memory.max", "memory.current",
-                                  "inactive_file", "cgroup memory.max"};
+constexpr GroupFiles kVersion2 = {"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file",
+                                  "cgroup memory.max"};
 constexpr GroupFiles kVersion1 = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes",
                                   "memory.usage_in_bytes", "total_inactive_file",
                                   "cgroup memory.limit_in_bytes"};
@@ -62,7 +79,8 @@ MemoryLimit tightest_group(const std::string& root, const GroupFiles& files, std
       // The kernel drops idle file pages before it refuses or kills.
       const int64_t idle = read_field(group + "memory.stat", files.reclaimable, 0);
       const int64_t available =
-          used == kUnlimited ? limit : std::max<int64_t>(0, limit - std::max<int64_t>(0, used - idle));
+          used == kUnlimited ? limit
+                             : std::max<int64_t>(0, limit - std::max<int64_t>(0, used - idle));
       if (available < tightest.available) tightest = {available, limit, files.source};
     }
     if (path.empty()) return tightest;
@@ -71,9 +89,8 @@ MemoryLimit tightest_group(const std::string& root, const GroupFiles& files, std
 }
 
 MemoryLimit group_limit(const std::string& root) {
-  std::ifstream file(root + "/proc/self/cgroup");
   MemoryLimit found = {kUnlimited, kUnlimited, kVersion2.source};
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : read_lines(root + "/proc/self/cgroup")) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
     const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
@@ -98,8 +115,7 @@ bool has_entries(const std::string& path, const std::string& prefix) {
 
 // x86 says so in the processor flags; elsewhere a bound memory driver does.
 bool may_grow(const std::string& root) {
-  std::ifstream file(root + "/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : read_lines(root + "/proc/cpuinfo")) {
     if (line.rfind("flags", 0) == 0) {
       if ((line + " ").find(" hypervisor ") != std::string::npos) return true;
       break;

@@ -1,14 +1,4 @@
 // Page-locked host memory: mapped, placed, touched and registered, or nothing at all.
-//
-// Why slice by slice: a machine without memory to spare does not refuse, it kills. Linux hands out
-// address space freely and looks for pages at the first touch; when there are none, the process
-// (or a neighbour) dies. So before each slice the memory that is left is read anew, and a slice
-// that would not leave the margin is not touched.
-//
-// Why not simply compare with MemTotal: some virtual machines start small and are enlarged while
-// memory is touched (31 GiB that become 128). There a control group's limit, where one is set, is
-// the true bound; before each slice MemAvailable must still hold it, and when it does not, the
-// machine is given time to grow: as long as it keeps growing, then kPatience more.
 #include "host_pool.h"
 
 #include <cuda_runtime_api.h>
@@ -18,8 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -28,6 +16,7 @@
 #include <vector>
 
 #include "host_memory_limit.h"
+#include "host_memory_room.h"
 
 namespace directkv {
 
@@ -43,93 +32,13 @@ namespace {
 
 constexpr size_t kSliceBytes = size_t{1} << 30;
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr auto kPatience = std::chrono::seconds(5);
-constexpr auto kPoll = std::chrono::milliseconds(100);
-// No virtual machine seen grows by more than 9 times; a request beyond this is refused untouched.
-constexpr int64_t kLargestGrowth = 16;
-constexpr int64_t kGrowthStep = int64_t{64} << 20;  // less than this is noise
 constexpr int kMaxTouchThreads = 8;
-
-std::string gib(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.2f GiB", bytes / double(int64_t{1} << 30));
-  return text;
-}
-
-bool overruled(const MemoryLimit& limit) { return limit.source == kMemoryLimitVariable; }
-
-// Of a limit that we found ourselves a margin stays untouched.
-int64_t usable(const MemoryLimit& limit) {
-  return limit.available - (overruled(limit) ? 0 : memory_margin(limit.limit));
-}
-
-std::string shortage(size_t asked, size_t taken, const MemoryLimit& limit) {
-  std::string text = "page-locked host memory: asked for " + gib(asked) + " (" +
-                     std::to_string(asked) + " bytes), but only " + gib(limit.available) +
-                     " are available of a limit of " + gib(limit.limit) + " (" + limit.source + ")";
-  if (taken > 0) text += " after the first " + gib(taken) + ", which were given back";
-  if (!overruled(limit))
-    text += "; " + gib(memory_margin(limit.limit)) + " of that stay untouched";
-  return text + ". Make the cache smaller (batch, max_length, num_pages), or set " +
-         kMemoryLimitVariable + " to what it may use.";
-}
 
 std::string cuda_failure(const char* call, size_t asked, cudaError_t status) {
   cudaGetLastError();  // not left pending for whoever calls CUDA next
-  return std::string("page-locked host memory: asked for ") + gib(asked) + ", but " + call +
-         " failed: " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ").";
-}
-
-// What the machine itself leaves, whatever limits are set.
-MemoryLimit machine_limit(const MachineMemory& machine) {
-  return {machine.available, machine.total, kMemTotalSource};
-}
-
-bool is_machine(const MemoryLimit& limit) { return limit.source == kMemTotalSource; }
-
-// Can `bytes` be had at all? Says no where touching memory to find out would be of no use.
-bool plausible(int64_t bytes, std::string* error) {
-  const MemoryLimit limit = host_memory_limit();
-  const MachineMemory machine = machine_memory();
-  if (!is_machine(limit) && usable(limit) < bytes) {
-    *error = shortage(bytes, 0, limit);
-    return false;
-  }
-  const MemoryLimit whole = machine_limit(machine);
-  const bool fits = !machine.may_grow    ? bytes <= usable(whole)
-                    : is_machine(limit) ? bytes / kLargestGrowth <= machine.total
-                                        : true;
-  if (!fits) *error = shortage(bytes, 0, whole);
-  return fits;
-}
-
-// Waits until `bytes` more can be touched.
-bool wait_for_room(int64_t bytes, size_t asked, size_t taken, std::string* error) {
-  auto give_up = std::chrono::steady_clock::now() + kPatience;
-  int64_t most_available = 0, most_total = 0;
-  while (true) {
-    const MemoryLimit limit = host_memory_limit();
-    if (!is_machine(limit) && usable(limit) < bytes) {
-      *error = shortage(asked, taken, limit);
-      return false;
-    }
-    const MachineMemory machine = machine_memory();
-    const MemoryLimit whole = machine_limit(machine);
-    if (usable(whole) >= bytes) return true;
-    const auto now = std::chrono::steady_clock::now();
-    if (machine.total > most_total || machine.available > most_available + kGrowthStep) {
-      give_up = now + kPatience;
-      most_total = std::max(most_total, machine.total);
-      most_available = std::max(most_available, machine.available);
-    }
-    if (!machine.may_grow || now >= give_up) {
-      // Told that there is more than MemTotal, on a machine where that is possible: believe it.
-      if (machine.may_grow && overruled(limit) && limit.limit > machine.total) return true;
-      *error = shortage(asked, taken, whole);
-      return false;
-    }
-    std::this_thread::sleep_for(kPoll);
-  }
+  return "page-locked host memory: asked for " + gib(asked) + " (" + std::to_string(asked) +
+         " bytes), but " + call + " failed: " + cudaGetErrorString(status) + " (" +
+         cudaGetErrorName(status) + ").";
 }
 
 // Pages come from the node of the thread that touches them first unless the mapping says otherwise.
@@ -175,8 +84,8 @@ char* map_aligned(size_t bytes) {
                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   char* const begin = static_cast<char*>(p);
-  char* const data = reinterpret_cast<char*>(
-      (reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) / kHugePage * kHugePage);
+  char* const data = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) /
+                                             kHugePage * kHugePage);
   if (data > begin) munmap(begin, data - begin);
   const size_t behind = begin + mapped - (data + bytes);
   if (behind > 0) munmap(data + bytes, behind);
@@ -208,7 +117,7 @@ bool add_slice(HostPool* pool, size_t asked, std::string* error) {
   const size_t taken = pool->slices.size() * kSliceBytes;
   char* const slice = pool->data + taken;
   const size_t bytes = std::min(kSliceBytes, pool->bytes - taken);
-  if (!wait_for_room(static_cast<int64_t>(bytes), asked, taken, error)) return false;
+  if (!wait_for_memory(static_cast<int64_t>(bytes), asked, taken, error)) return false;
   touch(slice, bytes);
   cudaError_t status =
       cudaHostRegister(slice, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
@@ -226,8 +135,9 @@ bool add_slice(HostPool* pool, size_t asked, std::string* error) {
     return false;
   }
   if (on_device != slice) {
-    *error = "page-locked host memory: this device reads it at other addresses than the CPU, "
-             "which the kernels do not support.";
+    *error =
+        "page-locked host memory: this device reads it at other addresses than the CPU, "
+        "which the kernels do not support.";
     return false;
   }
   return true;
@@ -255,7 +165,7 @@ HostPool* host_pool_create(size_t bytes, int device_ordinal, std::string* error)
     *error = cuda_failure("cudaSetDevice", bytes, scope.status());
     return nullptr;
   }
-  if (!plausible(static_cast<int64_t>(rounded), error)) return nullptr;
+  if (!memory_plausible(static_cast<int64_t>(rounded), error)) return nullptr;
 
   std::unique_ptr<HostPool, Destroy> pool(new HostPool);
   pool->device = device_ordinal;

@@ -109,7 +109,9 @@ def reset(cache: KVCache, mask) -> KVCache:
     if cache.batch_axis is None:  # `fork` refuses a split batch, so nothing is shared there
         valid = (table >= 0) & (table < num_pages)
         # The owner of a page is its first holder, rows that stay before rows that are emptied.
-        order = jnp.arange(table.size).reshape(table.shape) + jnp.where(mask, table.size, 0)[:, None]
+        order = (
+            jnp.arange(table.size).reshape(table.shape) + jnp.where(mask, table.size, 0)[:, None]
+        )
         slot = jnp.where(valid, table, num_pages)
         owner = jnp.full((num_pages,), 2 * table.size).at[slot].min(order, mode="drop")
         held_twice = valid & mask[:, None] & (jnp.take(owner, slot, mode="clip") != order)
@@ -182,7 +184,7 @@ def _fork(cache: KVCache, rows) -> KVCache:
 
 
 def _free_pages(cache: KVCache, held):
-    """Ids of the pages not in the `held` part of the table, then P, out of range, for "none left"."""
+    """Ids of the pages outside the `held` part of the table, then P for "none left"."""
     used = jnp.zeros((cache.num_pages,), bool)
     used = used.at[jnp.where(held, cache.page_table, cache.num_pages)].set(True, mode="drop")
     ids = jnp.arange(cache.num_pages, dtype=jnp.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -73,7 +72,7 @@ def decode_attention(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation,
     )  # fmt: skip
-    run: Any = _decode
+    run: Any = _traced_decode
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
         _checks.check_values(cache, call.seq_lengths, writes=True)
@@ -104,12 +103,12 @@ def attend(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation,
     )  # fmt: skip
-    run: Any = _attend
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
         _checks.check_values(cache, call.seq_lengths, writes=False)
-        run = _eager_attend
-    out, lse = run(cache, query, key, value, call.layer, call.seq_lengths, call.options, call.name)
+    out, lse = _traced_attend(
+        cache, query, key, value, call.layer, call.seq_lengths, call.options, call.name
+    )
     return (out, lse) if return_residual else out
 
 
@@ -139,7 +138,7 @@ def append(
     layer = _checks.check_layer(layer, cache.num_layers)
     seq_lengths = _seq_lengths(query_seq_lengths, cache, tokens)
     name = choose(implementation, _request(cache, cache.num_kv_heads)).name
-    run: Any = _append
+    run: Any = _traced_append
     if not any_tracer(key, value, cache, layer, seq_lengths, after):
         _checks.check_seq_lengths(seq_lengths, tokens)
         _checks.check_values(cache, seq_lengths, writes=True)
@@ -262,10 +261,14 @@ def _row_specs(specs: CacheSpecs):
     return (specs.pages, specs.page_table, specs.lengths, specs.lengths, specs.scalar)
 
 
+# Traced or not, the work is done in a jitted function: one that is merely traced by vmap would
+# otherwise dispatch each call by itself, and copy a host operand to the device first.
 _static = {"static_argnames": ("options", "name")}
-_eager_decode = functools.partial(jax.jit, donate_argnames="cache", **_static)(_decode)
-_eager_attend = functools.partial(jax.jit, **_static)(_attend)
-_eager_append = functools.partial(jax.jit, donate_argnames="cache", static_argnames="name")(_append)
+_traced_attend = jax.jit(_attend, inline=True, **_static)
+_traced_append = jax.jit(_append, inline=True, static_argnames="name")
+_traced_decode = jax.jit(_decode, inline=True, **_static)
+_eager_decode = jax.jit(_decode, donate_argnames="cache", **_static)
+_eager_append = jax.jit(_append, donate_argnames="cache", static_argnames="name")
 
 
 @jax.custom_jvp

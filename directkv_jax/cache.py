@@ -222,6 +222,7 @@ class KVCache:
           ValueError: eagerly, if a row would exceed its capacity. Under jit it is flagged instead.
         """
         _checks.check_alive(self)
+        _checks.check_cache(self)
         return _rows.advance(self, _checks.check_rows_argument("n", n, self.batch))
 
     def truncate(self, lengths) -> KVCache:
@@ -233,6 +234,7 @@ class KVCache:
             and are flagged.
         """
         _checks.check_alive(self)
+        _checks.check_cache(self)
         return _rows.truncate(self, _checks.check_rows_argument("lengths", lengths, self.batch))
 
     def take_rows(self, rows) -> KVCache:
@@ -241,6 +243,7 @@ class KVCache:
         For repeats, as beams need, use `fork`. Under jit a repeated row is flagged.
         """
         _checks.check_alive(self)
+        _checks.check_cache(self)
         return _rows.take_rows(self, rows)
 
     def fork(self, rows) -> KVCache:
@@ -258,6 +261,7 @@ class KVCache:
         Pages that such a row shares with another by `fork` are exchanged for free ones.
         """
         _checks.check_alive(self)
+        _checks.check_cache(self)
         mask = jnp.ones((self.batch,), bool) if rows is None else jnp.asarray(rows)
         if mask.dtype != jnp.bool_ or mask.shape != (self.batch,):
             raise TypeError(

@@ -24,7 +24,9 @@ ffi::Error check_residence(const ffi::AnyBuffer& pages, const StorageAttributes&
   if (attributes.host) {
     DIRECTKV_CHECK(at.type == cudaMemoryTypeHost,
                    "a host cache arrived in memory that is not page-locked host memory: XLA copied "
-                   "it. Donate the cache, and pass it whole, never a slice of it.");
+                   "it. Pass the cache to the jitted function as an argument (one that is closed "
+                   "over becomes a constant in device memory), donate it, and pass it whole, never "
+                   "a slice of it.");
   } else {
     DIRECTKV_CHECK(at.type == cudaMemoryTypeDevice, "a device cache arrived outside device memory");
   }

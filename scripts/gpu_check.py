@@ -173,7 +173,8 @@ def pytest(*arguments: str, parallel: bool = False) -> Callable[[Path], Counts]:
         workers = os.environ["DIRECTKV_CHECK_WORKERS"]
         spread = ["-n", workers] if parallel and _has("xdist") and workers != "0" else []
         # -P: the installed package is tested, not the folder of its sources.
-        command = [sys.executable, "-P", "-m", "pytest", "-q", f"--junitxml={report}"]
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:benchmark"]
+        command += [f"--junitxml={report}"]
         return _counted(report, _run([*command, *spread, *arguments], log, env))
 
     return stage

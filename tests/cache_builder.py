@@ -1,4 +1,4 @@
-"""Builds caches with known content for tests: ragged lengths, shuffled pages, NaN everywhere else."""
+"""Builds caches with known content: ragged lengths, shuffled pages, NaN everywhere else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tokens(seed, batch, count, query_heads, kv_heads, head_dim, dtype, seq_lengt
 
 def to_pages(layout, keys, values) -> np.ndarray:
     """Tokens `[L, B, max_length, K, H]` as pages `[L, B * max_pages, K, E]`, row after row."""
-    layers, batch, length, heads, dim = keys.shape
+    layers, batch, _length, heads, dim = keys.shape
     both = np.stack([keys, values], axis=2)  # [L, B, 2, S, K, H]
     both = both.reshape(layers, batch, 2, -1, layout.page_size, heads, dim)
     both = np.moveaxis(both, (3, 5), (2, 3))  # [L, B, max_pages, K, 2, page_size, H]

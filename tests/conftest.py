@@ -9,10 +9,10 @@ _FLAG = "xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_FLAG}=4".strip()
 
-import jax
-import pytest
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
-import directkv_jax
+import directkv_jax  # noqa: E402
 
 
 @pytest.fixture(scope="module")

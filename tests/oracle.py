@@ -16,10 +16,10 @@ import numpy as np
 # with the mantissa in [1, 2) gives 2e-3, 2.4e-4), since one-token rows round nothing else.
 FLOOR = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
 
-# Absolute error of the log-sum-exp. 3e-5 is float32 rounding of logits of up to about 10, with a fast
-# exp and tanh. In 16 bits an implementation may add up the weights as it multiplies them, rounded to
-# the dtype (then they sum to one exactly): a relative error of the sum, so an absolute one of its
-# logarithm, of at most the unit roundoff, 2^-9 and 2^-12.
+# Absolute error of the log-sum-exp. 3e-5 is float32 rounding of logits of up to about 10, with a
+# fast exp and tanh. In 16 bits an implementation may add up the weights as it multiplies them,
+# rounded to the dtype (then they sum to one exactly): a relative error of the sum, so an absolute
+# one of its logarithm, of at most the unit roundoff, 2^-9 and 2^-12.
 LSE_TOLERANCE = {"float32": 3e-5, "bfloat16": 2**-9 + 3e-5, "float16": 2**-12 + 3e-5}
 
 

@@ -16,9 +16,8 @@ constexpr int64_t kSerialBytes = 256 * 1024;
 
 bool fits(const AppendParams& p, int b) {
   const int64_t length = p.cache.lengths[b], seq = p.seq_lengths[b];
-  return seq > 0 && seq <= p.new_tokens && length >= 0 &&
-         length + seq <= row_capacity(p.cache) && layer_in_range(p.cache) &&
-         pages_in_range(p.cache, b, length, length + seq);
+  return seq > 0 && seq <= p.new_tokens && length >= 0 && length + seq <= row_capacity(p.cache) &&
+         layer_in_range(p.cache) && pages_in_range(p.cache, b, length, length + seq);
 }
 
 void append_token(const AppendParams& p, int b, int64_t t) {
@@ -26,11 +25,10 @@ void append_token(const AppendParams& p, int b, int64_t t) {
   const PageLayout& layout = cache.layout;
   const int64_t element = itemsize(layout.dtype), row_bytes = layout.head_dim * element;
   const int64_t position = cache.lengths[b] + t;
-  const int64_t page =
-      cache.page_table[int64_t{b} * cache.max_pages + position / layout.page_size];
+  const int64_t page = cache.page_table[int64_t{b} * cache.max_pages + position / layout.page_size];
   const int slot = static_cast<int>(position % layout.page_size);
-  char* tile = static_cast<char*>(cache.pages) +
-               layout.tile_offset(*cache.layer, cache.num_pages, page, 0);
+  char* tile =
+      static_cast<char*>(cache.pages) + layout.tile_offset(*cache.layer, cache.num_pages, page, 0);
   const int64_t from = (int64_t{b} * p.new_tokens + t) * layout.kv_heads * row_bytes;
   const char* key = static_cast<const char*>(p.key) + from;
   const char* value = static_cast<const char*>(p.value) + from;
@@ -60,8 +58,7 @@ void append(const AppendParams& p, const Executor& executor) {
                     const int b = static_cast<int>(chunk / per_row);
                     if (!ok[b]) return;
                     const int64_t begin = chunk % per_row * kChunkTokens;
-                    const int64_t end =
-                        std::min<int64_t>(begin + kChunkTokens, p.seq_lengths[b]);
+                    const int64_t end = std::min<int64_t>(begin + kChunkTokens, p.seq_lengths[b]);
                     for (int64_t t = begin; t < end; ++t) append_token(p, b, t);
                   });
 }

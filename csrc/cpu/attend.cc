@@ -31,11 +31,11 @@ class Attend {
 
   void run(int page_begin, int page_end, bool with_fresh, const Executor& executor) {
     const PageLayout& layout = p_.cache.layout;
-    const int max_splits =
-        p_.workspace ? make_attend_plan(p_.cache.batch, p_.query_tokens, p_.query_heads,
-                                        layout.kv_heads, p_.cache.max_pages)
-                           .splits
-                     : 1;
+    const int max_splits = p_.workspace
+                               ? make_attend_plan(p_.cache.batch, p_.query_tokens, p_.query_heads,
+                                                  layout.kv_heads, p_.cache.max_pages)
+                                     .splits
+                               : 1;
     const int threads = 1 + (executor.schedule ? std::max(0, executor.workers) : 0);
     work_ = plan_attend(p_, page_begin, page_end, with_fresh, threads, max_splits);
     fill_rows_without_result();
@@ -129,8 +129,8 @@ class Attend {
     int64_t at[kMaxBlockRows];
     for (int i = 0; i < rows; ++i) {
       const int64_t in_head = row0 + i % block.rows;
-      at[i] = index(unit.b, in_head / group,
-                    int64_t{head0 + i / block.rows} * group + in_head % group);
+      at[i] =
+          index(unit.b, in_head / group, int64_t{head0 + i / block.rows} * group + in_head % group);
       block.query[i] = static_cast<const char*>(p_.query) + at[i] * row_bytes();
       block.o[i] = to_local ? local + i * head_dim() : states.o + at[i] * head_dim();
     }

@@ -1,10 +1,11 @@
-// One block of query rows against its tokens, in one pass: the kernel each instruction set compiles.
+// One block of query rows against its tokens, in one pass: the kernel each instruction set
+// compiles.
 #pragma once
 
 #include "row_block.h"
 #include "scores.h"
+#include "softmax_row.h"
 #include "values.h"
-#include "vec_math.h"
 
 namespace directkv::cpu {
 namespace {
@@ -35,11 +36,6 @@ struct BlockState {
   float m[kRows];
 };
 
-struct Range {  // tokens of a tile one row sees; empty: begin == end
-  int begin;
-  int end;
-};
-
 DIRECTKV_INLINE Range clip(int64_t first, int64_t last, const Tile& tile) {
   int64_t begin = first - tile.position, end = last - tile.position;
   if (begin < 0) begin = 0;
@@ -48,75 +44,13 @@ DIRECTKV_INLINE Range clip(int64_t first, int64_t last, const Tile& tile) {
   return {static_cast<int>(begin), static_cast<int>(end)};
 }
 
-DIRECTKV_INLINE float largest_lane(VF v) {
-  alignas(64) float lane[kLanes];
-  store(lane, v);
-#pragma GCC unroll 16
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  }
-  return lane[0];
-}
-
-// Turns the raw scores of one row into probabilities relative to the new maximum. Returns the
-// factor by which what was summed before must shrink.
-template <DType kType>
-DIRECTKV_INLINE float softmax_row(const RowBlock& block, Range seen, int n, float* s,
-                                  [[maybe_unused]] uint16_t* paired, float* m, VF* l) {
-  const int padded = (n + kLanes - 1) / kLanes * kLanes;
-  const VF scale = splat(block.scale);
-  if (block.soft_cap > 0.0f) {
-    const VF cap = splat(block.soft_cap), inverse = splat(1.0f / block.soft_cap);
-    for (int i = 0; i < padded; i += kLanes) {
-      store(s + i, cap * tanh_vec(load(s + i) * scale * inverse));
-    }
-  } else {
-    for (int i = 0; i < padded; i += kLanes) store(s + i, load(s + i) * scale);
-  }
-  for (int i = 0; i < seen.begin; ++i) s[i] = -kInfinity;
-  for (int i = seen.end; i < padded; ++i) s[i] = -kInfinity;
-
-  VF top = splat(-kInfinity);
-  for (int i = 0; i < padded; i += kLanes) top = max_skip_nan(load(s + i), top);
-  const float tile_max = largest_lane(top);
-  const float old_max = *m;
-  const float new_max = tile_max > old_max ? tile_max : old_max;
-  *m = new_max;
-
-  // -inf - -inf is NaN: where nothing finite was seen, subtract 0 and exp gives 0.
-  const VF shift = splat(new_max == -kInfinity ? 0.0f : new_max);
-  VF sum = VF{};
-  for (int i = 0; i < padded; i += kLanes) {
-    VF p = exp_vec(load(s + i) - shift);
-#if defined(DIRECTKV_BF16_DOT)
-    if constexpr (kPairedTokens<kType>) {
-      // The sum takes the rounded values too, so that the weights still add up to one.
-      const __m256bh rounded = _mm512_cvtneps_pbh(bits<__m512>(p));
-      __builtin_memcpy(paired + i, &rounded, sizeof(rounded));
-      p = bits<VF>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits<__m256i>(rounded)), 16));
-    }
-#endif
-    store(s + i, p);
-    sum = sum + p;
-  }
-  if (old_max == new_max) {
-    *l = *l + sum;
-    return 1.0f;
-  }
-  const float shrink =
-      old_max == -kInfinity ? 0.0f : __builtin_expf(old_max - new_max);
-  *l = *l * shrink + sum;
-  return shrink;
-}
-
-// Rows [row, row + R) of the state (of them `real` exist) and one tile. `next`: the keys that will be
-// read after this tile, or null.
+// Rows [row, row + R) of the state (of them `real` exist) and one tile. `next`: the keys that will
+// be read after this tile, or null.
 template <DType kType, int R>
 static void attend_group(const RowBlock& block, const RowShape& shape, BlockState<kType>& state,
                          int row, int real, const Tile& tile, const Range* seen, const char* next) {
-  Range any = {tile.tokens, 0};              // tokens some row sees
-  Range all = {0, tile.tokens};              // tokens every row sees
+  Range any = {tile.tokens, 0};  // tokens some row sees
+  Range all = {0, tile.tokens};  // tokens every row sees
   for (int r = 0; r < real; ++r) {
     if (seen[r].begin == seen[r].end) {
       all.end = 0;
@@ -138,7 +72,7 @@ static void attend_group(const RowBlock& block, const RowShape& shape, BlockStat
   const char* keys_end = keys + n * tile.stride;
   const char* values_end = values + n * tile.stride;
   scores<kType, R>(keys, tile.stride, n, state.query + row * shape.all_units, shape, p.f32,
-                   {next ? keys_end : nullptr, values - keys_end});
+                   Ahead::over(keys, keys_end, next ? values : nullptr));
   for (int r = 0; r < real; ++r) {
     uint16_t* paired = nullptr;
 #if defined(DIRECTKV_BF16_DOT)
@@ -168,15 +102,14 @@ static void attend_group(const RowBlock& block, const RowShape& shape, BlockStat
   // share what all of them see, and add the rest one by one.
   if (all.begin >= all.end) all = {any.begin, any.begin};
   add_values<kType, R>(values, tile.stride, all.begin - any.begin, all.end - any.begin, p, 0, shape,
-                       o, {next ? values_end : nullptr, next - values_end});
-  const Ahead no_fetch = {nullptr, 0};
+                       o, Ahead::over(values, values_end, next));
+  const Ahead no_fetch = {nullptr, 0, 0};
   for (int r = 0; r < real; ++r) {
     if (seen[r].begin == seen[r].end) continue;
     const int begin = seen[r].begin - any.begin, end = seen[r].end - any.begin;
     const int shared_begin = all.begin - any.begin, shared_end = all.end - any.begin;
     if (shared_begin == shared_end) {
-      add_values<kType, 1>(values, tile.stride, begin, end, p, r, shape, o + r * slots,
-                         no_fetch);
+      add_values<kType, 1>(values, tile.stride, begin, end, p, r, shape, o + r * slots, no_fetch);
       continue;
     }
     add_values<kType, 1>(values, tile.stride, begin, shared_begin, p, r, shape, o + r * slots,
@@ -290,12 +223,9 @@ static void attend_block(RowBlock& block) {
 
 static void attend_rows(RowBlock& block) {
   switch (block.dtype) {
-    case DType::kBF16:
-      return attend_block<DType::kBF16>(block);
-    case DType::kF16:
-      return attend_block<DType::kF16>(block);
-    case DType::kF32:
-      return attend_block<DType::kF32>(block);
+    case DType::kBF16: return attend_block<DType::kBF16>(block);
+    case DType::kF16: return attend_block<DType::kF16>(block);
+    case DType::kF32: return attend_block<DType::kF32>(block);
   }
 }
 

@@ -80,8 +80,7 @@ AttendWork plan_attend(const AttendParams& p, int page_begin, int page_end, bool
     const int64_t row_pages = std::max<int64_t>(1, pages_of(row, layout.page_size));
     // Split along the tokens first: blocks of few heads read short runs. Where the workspace does
     // not hold as many splits, split the heads too.
-    const int64_t parts =
-        threads > 1 ? ceil_div(row_pages * layout.page_bytes(), unit_bytes) : 1;
+    const int64_t parts = threads > 1 ? ceil_div(row_pages * layout.page_bytes(), unit_bytes) : 1;
     const int64_t head_blocks = ceil_div(layout.kv_heads, row.block_heads);
     const int64_t splits = std::clamp<int64_t>(ceil_div(parts, head_blocks), 1,
                                                std::min<int64_t>(row_pages, max_splits));
@@ -99,9 +98,9 @@ AttendWork plan_attend(const AttendParams& p, int page_begin, int page_end, bool
 
 Unit locate_unit(const AttendWork& work, int64_t unit) {
   // The last row that starts at or before the unit; rows without units share the next one's start.
-  const auto after = std::upper_bound(
-      work.rows.begin(), work.rows.end(), unit,
-      [](int64_t value, const RowWork& row) { return value < row.first_unit; });
+  const auto after =
+      std::upper_bound(work.rows.begin(), work.rows.end(), unit,
+                       [](int64_t value, const RowWork& row) { return value < row.first_unit; });
   const int b = static_cast<int>(after - work.rows.begin()) - 1;
   const RowWork& row = work.rows[b];
   const int64_t local = unit - row.first_unit;

@@ -12,15 +12,9 @@ namespace {
 template <DType kType>
 struct Dot {
   using Pack = Pair;
-  static inline __attribute__((always_inline)) Pack load(const char* p) {
-    return Format<kType>::load(p);
-  }
-  static inline __attribute__((always_inline)) Pack load_tail(const char* p, int n) {
-    return Format<kType>::load_tail(p, n);
-  }
-  static inline __attribute__((always_inline)) VF add(VF sum, Pack k, Pack q) {
-    return fma(k.b, q.b, fma(k.a, q.a, sum));
-  }
+  DIRECTKV_INLINE Pack load(const char* p) { return Format<kType>::load(p); }
+  DIRECTKV_INLINE Pack load_tail(const char* p, int n) { return Format<kType>::load_tail(p, n); }
+  DIRECTKV_INLINE VF add(VF sum, Pack k, Pack q) { return fma(k.b, q.b, fma(k.a, q.a, sum)); }
 };
 
 #if DIRECTKV_LANES == 16 && defined(__AVX512BF16__)
@@ -29,13 +23,9 @@ struct Dot {
 template <>
 struct Dot<DType::kBF16> {
   using Pack = __m512bh;
-  static inline __attribute__((always_inline)) Pack load(const char* p) {
-    return load_as<__m512bh>(p);
-  }
-  static inline __attribute__((always_inline)) Pack load_tail(const char* p, int n) {
-    return bits<__m512bh>(load_tail16(p, n));
-  }
-  static inline __attribute__((always_inline)) VF add(VF sum, Pack k, Pack q) {
+  DIRECTKV_INLINE Pack load(const char* p) { return load_as<__m512bh>(p); }
+  DIRECTKV_INLINE Pack load_tail(const char* p, int n) { return bits<__m512bh>(load_tail16(p, n)); }
+  DIRECTKV_INLINE VF add(VF sum, Pack k, Pack q) {
     return bits<VF>(_mm512_dpbf16_ps(bits<__m512>(sum), k, q));
   }
 };

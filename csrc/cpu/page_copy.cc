@@ -18,8 +18,7 @@ void copy_pages(const PageCopyParams& p, const Executor& executor) {
       if (kRead) std::memset(buffer, 0, bytes);
       return;
     }
-    char* tile =
-        static_cast<char*>(p.pages) + p.layout.tile_offset(layer, p.num_pages, page, 0);
+    char* tile = static_cast<char*>(p.pages) + p.layout.tile_offset(layer, p.num_pages, page, 0);
     std::memcpy(kRead ? buffer : tile, kRead ? tile : buffer, bytes);
   });
 }

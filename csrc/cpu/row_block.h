@@ -1,7 +1,7 @@
 // What the planner hands to the instruction-set specific kernels: one block of query rows, the same
-// for some neighbouring KV heads, and the tokens it attends to. Plain data only: the translation units behind it are
-// compiled with different -m flags, so they share no inline function with the rest of the program
-// (the linker would keep one copy, possibly the one this machine cannot run).
+// for some neighbouring KV heads, and the tokens it attends to. Plain data only: the translation
+// units behind it are compiled with different -m flags, so they share no inline function with the
+// rest of the program (the linker would keep one copy, possibly the one this machine cannot run).
 #pragma once
 
 #include <cstdint>

@@ -57,10 +57,9 @@ DIRECTKV_INLINE void value_columns(const char* values, int64_t stride, int begin
       for (int c = 0; c < kCols; ++c) {
         const char* at = row + c * kUnit * 2;
         const __m512i v0 = bits<__m512i>(kTail ? load_tail16(at, tail) : load_as<VU>(at));
-        const __m512i v1 =
-            !pair ? __m512i{}
-                  : bits<__m512i>(kTail ? load_tail16(at + stride, tail)
-                                        : load_as<VU>(at + stride));
+        const __m512i v1 = !pair ? __m512i{}
+                                 : bits<__m512i>(kTail ? load_tail16(at + stride, tail)
+                                                       : load_as<VU>(at + stride));
         const __m512bh low = bits<__m512bh>(_mm512_unpacklo_epi16(v0, v1));
         const __m512bh high = bits<__m512bh>(_mm512_unpackhi_epi16(v0, v1));
 #pragma GCC unroll 16
@@ -124,7 +123,8 @@ static void add_values(const char* values, int64_t stride, int begin, int end,
     }
     if (shape.tail) {
       value_columns<kType, R, 1, true>(values + u * kUnitBytes, stride, t, t_end, p, first_row,
-                                       shape.tail, o + u * kUnit, o_stride, {nullptr, 0}, nullptr);
+                                       shape.tail, o + u * kUnit, o_stride, {nullptr, 0, 0},
+                                       nullptr);
     }
   }
 }

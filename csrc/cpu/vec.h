@@ -84,8 +84,9 @@ DIRECTKV_INLINE VF max_skip_nan(VF a, VF b) { return a > b ? a : b; }
 #endif
 #endif
 
-// Lane i of the result is the sum of all lanes of v[i]: a transpose whose steps add. Each step makes
-// one vector of two, so 16 sums cost 15 additions and 30 shuffles, a quarter of 16 single sums.
+// Lane i of the result is the sum of all lanes of v[i]: a transpose whose steps add. Each step
+// makes one vector of two, so 16 sums cost 15 additions and 30 shuffles, a quarter of 16 single
+// sums.
 #if DIRECTKV_LANES == 1
 DIRECTKV_INLINE VF reduce_lanes(const VF* v) { return v[0]; }
 #elif DIRECTKV_LANES == 4

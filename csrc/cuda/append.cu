@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t per_part = int64_t{seq} * pieces, total = 2 * layout.kv_heads * per_part;
   const uint4* const sources[2] = {static_cast<const uint4*>(p.key),
                                    static_cast<const uint4*>(p.value)};
-  unsigned char* const tiles = static_cast<unsigned char*>(cache.pages) +
-                               layout.tile_offset(layer, cache.num_pages, 0, 0);
+  unsigned char* const tiles =
+      static_cast<unsigned char*>(cache.pages) + layout.tile_offset(layer, cache.num_pages, 0, 0);
   const int64_t stride = int64_t{blocks_per_row} * kThreads;
   for (int64_t i = int64_t{blockIdx.x % blocks_per_row} * kThreads + threadIdx.x; i < total;
        i += stride) {
@@ -45,8 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     const int t = in_part / pieces, piece = in_part - t * pieces;
     const int k = static_cast<int>(part / 2);
     const bool is_value = part % 2 != 0;
-    const int64_t from =
-        ((int64_t{b} * p.new_tokens + t) * layout.kv_heads + k) * pieces + piece;
+    const int64_t from = ((int64_t{b} * p.new_tokens + t) * layout.kv_heads + k) * pieces + piece;
     const int64_t position = length + t;
     const int64_t page = table_row[position / layout.page_size];
     const int slot = static_cast<int>(position % layout.page_size);
@@ -66,8 +65,8 @@ cudaError_t append(const AppendParams& p, cudaStream_t stream) {
       layout.head_dim % 8 != 0) {
     return cudaErrorInvalidValue;
   }
-  const int64_t pieces = int64_t{2} * layout.kv_heads * p.new_tokens * layout.head_dim *
-                         itemsize(layout.dtype) / 16;
+  const int64_t pieces =
+      int64_t{2} * layout.kv_heads * p.new_tokens * layout.head_dim * itemsize(layout.dtype) / 16;
   // Few blocks saturate a link; many rows bring their own.
   constexpr int64_t kMaxBlocksPerRow = 128;
   const int64_t blocks_per_row = std::clamp<int64_t>(

@@ -17,24 +17,19 @@ using LaunchAttend = cudaError_t (*)(const AttendParams&, const AttendGrid&, cud
 template <DType kDType>
 LaunchAttend find_head_dim(int head_dim) {
 #define DIRECTKV_CASE(dtype, head_dim_) \
-  case head_dim_:                       \
-    return &launch_attend<dtype, head_dim_>;
+  case head_dim_: return &launch_attend<dtype, head_dim_>;
   switch (head_dim) {
     DIRECTKV_HEAD_DIMS(DIRECTKV_CASE, kDType)
-    default:
-      return nullptr;
+    default: return nullptr;
   }
 #undef DIRECTKV_CASE
 }
 
 LaunchAttend find_attend(DType dtype, int head_dim) {
   switch (dtype) {
-    case DType::kBF16:
-      return find_head_dim<DType::kBF16>(head_dim);
-    case DType::kF16:
-      return find_head_dim<DType::kF16>(head_dim);
-    case DType::kF32:
-      return find_head_dim<DType::kF32>(head_dim);
+    case DType::kBF16: return find_head_dim<DType::kBF16>(head_dim);
+    case DType::kF16: return find_head_dim<DType::kF16>(head_dim);
+    case DType::kF32: return find_head_dim<DType::kF32>(head_dim);
   }
   return nullptr;
 }
@@ -54,9 +49,7 @@ cudaError_t launch_merge(const AttendParams& p, int splits, cudaStream_t stream)
 
 }  // namespace
 
-bool attend_supported(DType dtype, int head_dim) {
-  return find_attend(dtype, head_dim) != nullptr;
-}
+bool attend_supported(DType dtype, int head_dim) { return find_attend(dtype, head_dim) != nullptr; }
 
 cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   const PageLayout& layout = p.cache.layout;

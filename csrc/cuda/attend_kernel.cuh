@@ -15,8 +15,9 @@ struct AttendGrid {
   int rows_per_block, row_blocks, splits;
 };
 
+// Two CTAs per SM, as kTargetBlocks of attend_plan.h counts on: at most 128 registers.
 template <typename Shape>
-__global__ void __launch_bounds__(kAttendThreads, Shape::kMinBlocks)
+__global__ void __launch_bounds__(kAttendThreads, 2)
     attend_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ AttendGrid grid) {
   const CacheView& cache = p.cache;
   const int kv_heads = cache.layout.kv_heads, group = p.query_heads / kv_heads;
@@ -56,8 +57,8 @@ __global__ void __launch_bounds__(kAttendThreads, Shape::kMinBlocks)
                        grid.splits);
     bad = any_bad_page(table_row, pages, cache.num_pages);
     if (t_first > 0 && p.window_left >= 0) {
-      const PageRange whole = page_share(first_seen(length, 0, p.window_left), length, page_size,
-                                         split, grid.splits);
+      const PageRange whole =
+          page_share(first_seen(length, 0, p.window_left), length, page_size, split, grid.splits);
       bad |= any_bad_page(table_row, whole, cache.num_pages);
     }
   }
@@ -70,8 +71,7 @@ __global__ void __launch_bounds__(kAttendThreads, Shape::kMinBlocks)
     }
     return;
   }
-  const Share share =
-      make_share(p, pages, length, seq, t_first, t_last, split == grid.splits - 1);
+  const Share share = make_share(p, pages, length, seq, t_first, t_last, split == grid.splits - 1);
   if (share.empty()) {
     if (thread < rows) {
       states.m[query_row(thread).slot] = -INFINITY;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kAttendThreads, Shape::kMinBlocks)
 // Launches the instance for `rows_per_block` rows: the smallest of its row classes that holds them.
 template <DType kDType, int kHeadDim>
 cudaError_t launch_attend(const AttendParams& p, const AttendGrid& grid, cudaStream_t stream) {
-  const int64_t blocks = int64_t{p.cache.batch} * p.cache.layout.kv_heads * grid.row_blocks *
-                         grid.splits;
+  const int64_t blocks =
+      int64_t{p.cache.batch} * p.cache.layout.kv_heads * grid.row_blocks * grid.splits;
   const auto launch_shape = [&](auto shape) {
     using Shape = decltype(shape);
     return launch(attend_kernel<Shape>, blocks, kAttendThreads, Shape::kSharedBytes, stream, p,

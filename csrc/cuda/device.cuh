@@ -46,11 +46,11 @@ template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, Args... args) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes));
+  // Above 48 KiB, the kernel's static share included, a launch must have asked for it.
+  if (shared_bytes > 32 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    static_cast<int>(shared_bytes));
     if (status != cudaSuccess) {
       cudaGetLastError();  // reported here, so not left pending
       return status;

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   E* out = static_cast<E*>(p.out) + query * head_dim;
 
   if (seq >= 0 && seq <= p.query_tokens && t >= seq) {  // not a valid query: nothing was computed
-    for (int h = thread; h < head_dim; h += kMergeThreads) out[h] = Element<kDType>::from_float(0.0f);
+    for (int h = thread; h < head_dim; h += kMergeThreads)
+      out[h] = Element<kDType>::from_float(0.0f);
     if (thread == 0) p.lse[query] = -INFINITY;
     return;
   }
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(kMergeThreads)
   for (int w = 1; w < kMergeThreads / 32; ++w) m = max_keep_nan(m, warp_max[w]);
 
   if (m != m) {
-    for (int h = thread; h < head_dim; h += kMergeThreads) out[h] = Element<kDType>::from_float(NAN);
+    for (int h = thread; h < head_dim; h += kMergeThreads)
+      out[h] = Element<kDType>::from_float(NAN);
     if (thread == 0) p.lse[query] = NAN;
     return;
   }

@@ -8,7 +8,7 @@ namespace directkv::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // independent 16-byte loads per thread
+constexpr int kInFlight = 4;                    // independent 16-byte loads per thread
 constexpr int64_t kRun = kThreads * kInFlight;  // pieces a CTA copies at a time
 constexpr int64_t kMaxBlocks = 512;
 
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t id = p.page_ids[i];
     const bool in_pool = id >= 0 && id < p.num_pages;
     if (kWrite && !in_pool) continue;
-    uint4* const page = static_cast<uint4*>(p.pages) +
-                        (in_pool ? (layer * p.num_pages + id) * pieces : 0);
+    uint4* const page =
+        static_cast<uint4*>(p.pages) + (in_pool ? (layer * p.num_pages + id) * pieces : 0);
     uint4* const dense = static_cast<uint4*>(p.buffer) + unit * pieces;
     const uint4* const from = kWrite ? dense : page;
     uint4* const to = kWrite ? page : dense;

@@ -41,8 +41,7 @@ __device__ __forceinline__ float group_max(float x) {
 template <int kWidth>
 __device__ __forceinline__ float group_sum(float x) {
 #pragma unroll
-  for (int offset = kWidth / 2; offset > 0; offset /= 2)
-    x += __shfl_xor_sync(kFullWarp, x, offset);
+  for (int offset = kWidth / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
   return x;
 }
 
@@ -211,8 +210,7 @@ class TileCompute {
         for (int slice = 0; slice < Shape::kScoreSlices; ++slice)
           dot += partial_[(slice * Shape::kRows + row) * Shape::kTokens + token()];
         logit = dot * options_.scale;
-        if (options_.soft_cap > 0.0f)
-          logit = options_.soft_cap * tanhf(logit / options_.soft_cap);
+        if (options_.soft_cap > 0.0f) logit = options_.soft_cap * tanhf(logit / options_.soft_cap);
       }
       const SoftmaxState old = has_row ? state_[row] : empty_state();
       SoftmaxState now;
@@ -267,10 +265,10 @@ class TileCompute {
     for (int e = 0; e < 4; ++e) sum[e] = fmaf(weight, v[e], sum[e]);
   }
 
-  float* query_;    // [kRows][H]
-  float* partial_;  // [kScoreSlices][kRows][kTokens]
-  float* weight_;   // [kTokens][kWeightStride]
-  float* rescale_;  // [kRows]
+  float* query_;         // [kRows][H]
+  float* partial_;       // [kScoreSlices][kRows][kTokens]
+  float* weight_;        // [kTokens][kWeightStride]
+  float* rescale_;       // [kRows]
   SoftmaxState* state_;  // [kRows]
   int64_t* slot_;        // [kRows]
   int* token_;           // [kRows]

@@ -82,8 +82,8 @@ class TileRing {
           // Looked up one page ahead, so that no copy waits for the table.
           next_id_ = page_ < source_->last_page ? source_->table_row[page_ + 1] : 0;
         }
-        key = source_->tiles + id_ * source_->page_bytes +
-              int64_t{tile.offset} * Shape::kTokenBytes;
+        key =
+            source_->tiles + id_ * source_->page_bytes + int64_t{tile.offset} * Shape::kTokenBytes;
         value = key + source_->value_offset;
         stride = Shape::kTokenBytes;
       } else {

@@ -14,7 +14,6 @@ struct TileShape {
   static constexpr DType kDType = kDType_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRows = kRows_;
-  static constexpr int kMinBlocks = 2;
   static constexpr int kItem = kDType == DType::kF32 ? 4 : 2;
   static constexpr int kTokenBytes = kHeadDim * kItem;  // of one key or value
   static constexpr int kPieces = kTokenBytes / 16;      // 16-byte pieces of it
@@ -52,17 +51,17 @@ struct TileShape {
   static constexpr int kWeightStride = kRows <= 4 ? kRows : kRows + 4;
 
   // Shared memory, byte offsets. `query` becomes the output accumulator at the end.
-  static constexpr int kQueryAt = 0;                                           // [rows][H]
-  static constexpr int kStagesAt = kQueryAt + 4 * kRows * kHeadDim;            // [stages]
-  static constexpr int kPartialAt = kStagesAt + kStages * kStageBytes;         // [slices][rows][tokens]
+  static constexpr int kQueryAt = 0;                                    // [rows][H]
+  static constexpr int kStagesAt = kQueryAt + 4 * kRows * kHeadDim;     // [stages]
+  static constexpr int kPartialAt = kStagesAt + kStages * kStageBytes;  // [slices][rows][tokens]
   static constexpr int kWeightAt = kPartialAt + 4 * kScoreSlices * kRows * kTokens;
-  static constexpr int kRescaleAt = kWeightAt + 4 * kTokens * kWeightStride;   // [rows]
-  static constexpr int kStateAt = kRescaleAt + 4 * kRows;                      // [rows] of m, l
-  static constexpr int kSlotAt = kStateAt + 8 * kRows;       // [rows] int64: slot in the workspace
-  static constexpr int kTokenAt = kSlotAt + 8 * kRows;       // [rows] new token t of the row
+  static constexpr int kRescaleAt = kWeightAt + 4 * kTokens * kWeightStride;  // [rows]
+  static constexpr int kStateAt = kRescaleAt + 4 * kRows;                     // [rows] of m, l
+  static constexpr int kSlotAt = kStateAt + 8 * kRows;  // [rows] int64: slot in the workspace
+  static constexpr int kTokenAt = kSlotAt + 8 * kRows;  // [rows] new token t of the row
   static constexpr int kSharedBytes = kTokenAt + 4 * kRows;
-  // What a block may have on the smallest part the sm_80 code runs on (8.6, 8.9).
-  static_assert(kSharedBytes <= 99 * 1024, "does not fit consumer Ampere and Ada");
+  // What a block may have on the smallest part the sm_80 code runs on (8.6, 8.9); 512: TileSource.
+  static_assert(kSharedBytes + 512 <= 99 * 1024, "does not fit consumer Ampere and Ada");
   static_assert(kHeadDim % 8 == 0 && kRows % 4 == 0 && kStageBytes % 16 == 0, "alignment");
 };
 

@@ -90,8 +90,7 @@ __device__ __forceinline__ Share make_share(const AttendParams& p, PageRange pag
     share.last = static_cast<int>(min(pages.end * page_size, length) - length);
   }
   if (last_split && p.fresh_tokens > 0) {
-    share.fresh_first =
-        p.window_left >= 0 && t_first > p.window_left ? t_first - p.window_left : 0;
+    share.fresh_first = p.window_left >= 0 && t_first > p.window_left ? t_first - p.window_left : 0;
     share.fresh_last = min(t_last + 1, seq);
   }
   return share;

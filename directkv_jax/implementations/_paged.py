@@ -40,7 +40,8 @@ def sound(rows: Rows, tokens: int, num_layers: int, num_pages: int, layout: Page
     page = jnp.arange(page_table.shape[1])[None, :] * layout.page_size
     needed = page < lengths[:, None]
     if window >= 0:
-        needed &= page + layout.page_size > (lengths - window)[:, None]
+        end = jnp.minimum(page + layout.page_size, lengths[:, None])
+        needed &= end > (lengths - window)[:, None]
     ids_ok = jnp.all(((page_table >= 0) & (page_table < num_pages)) | ~needed, axis=1)
     lengths_ok = (lengths >= 0) & (lengths <= capacity)
     tokens_ok = (seq_lengths >= 0) & (seq_lengths <= tokens)
@@ -53,10 +54,8 @@ def read_rows(pages, rows: Rows, layout: PageLayout):
     A host cache is copied to the device, one layer of it.
     """
     layer = jnp.clip(rows.layer, 0, pages.shape[0] - 1)
-    if memory_space(pages) != DEVICE:
-        layer = jax.device_put(layer, memory_space(pages))
     one = jax.lax.dynamic_index_in_dim(pages, layer, 0, keepdims=False)
-    one = layout.unpack(jax.device_put(one, DEVICE))  # [P, K, 2, page_size, H]
+    one = layout.unpack(_to(DEVICE, one))  # [P, K, 2, page_size, H]
     table = jnp.clip(rows.page_table, 0, pages.shape[1] - 1)
     tokens = jnp.moveaxis(one[table], 2, 4)  # [B, max_pages, 2, page_size, K, H]
     batch, max_pages = table.shape
@@ -85,17 +84,28 @@ def append(pages, key, value, rows: Rows, storage: Storage, after=None):
     target = jnp.where(valid & row_ok[:, None], page, num_pages)  # out of range: dropped
     slot = position % layout.page_size
     space = memory_space(pages)
-    on_device = layout.unpack(jax.device_put(pages, DEVICE))
+    on_device = layout.unpack(_to(DEVICE, pages))
     update = jnp.stack([key, value], axis=3)  # [B, T, K, 2, H]
     on_device = on_device.at[layer, target, :, :, slot].set(update, mode="drop")
-    return jax.device_put(layout.pack(on_device), space)
+    return _to(space, layout.pack(on_device))
+
+
+def _to(space, x):
+    """`x` in another memory space. The barriers keep XLA from fusing the transfer with a reshape.
+
+    Without them XLA on a GPU makes one bitcast of both, and then refuses it: a bitcast cannot change
+    the memory space.
+    """
+    if memory_space(x) == space:
+        return x
+    return jax.lax.optimization_barrier(jax.device_put(jax.lax.optimization_barrier(x), space))
 
 
 def read_pages(pages, page_ids, storage: Storage):
     """Whole pages `[n, L, K, E]`, zeros for ids out of range."""
     del storage
     picked = jnp.take(
-        jax.device_put(pages, DEVICE),
+        _to(DEVICE, pages),
         jnp.where(page_ids < 0, pages.shape[1], page_ids),
         axis=1,
         mode="fill",
@@ -108,6 +118,6 @@ def write_pages(pages, data, page_ids, storage: Storage):
     """`pages` with whole pages `[n, L, K, E]` written; ids out of range are skipped."""
     del storage
     target = jnp.where(page_ids < 0, pages.shape[1], page_ids)
-    on_device = jax.device_put(pages, DEVICE)
+    on_device = _to(DEVICE, pages)
     on_device = on_device.at[:, target].set(jnp.moveaxis(data, 0, 1), mode="drop")
-    return jax.device_put(on_device, memory_space(pages))
+    return _to(memory_space(pages), on_device)

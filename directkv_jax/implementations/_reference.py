@@ -54,6 +54,8 @@ def poison(out, lse, rows: Rows, pages, options: Options):
     query_valid = jnp.arange(tokens)[None, :] < seq[:, None]
     query_valid |= ((seq < 0) | (seq > tokens))[:, None]
     bad = ~ok[:, None] & query_valid
+    # A bad page id was read as another page; 0 * NaN of it must not reach queries that see nothing.
+    out = jnp.where(query_valid[..., None, None], out, 0)
     return (
         jnp.where(bad[..., None, None], jnp.nan, out).astype(out.dtype),
         jnp.where(bad[..., None], jnp.nan, lse),

@@ -27,7 +27,7 @@ def expected_pages(before, table, layout, layer, key, value, lengths, seq_length
 
 
 @pytest.mark.parametrize(
-    "dtype, head_dim, page_size, tokens",
+    ("dtype", "head_dim", "page_size", "tokens"),
     [
         ("float32", 64, 16, 1),
         ("bfloat16", 80, 16, 33),
@@ -62,7 +62,8 @@ def test_decode_is_attend_then_append(
     (decoded, decoded_lse), cache = directkv_jax.decode_attention(
         query, key, value, cache, return_residual=True, **options
     )
-    assert cache_builder.same_bits(decoded, out) and cache_builder.same_bits(decoded_lse, lse)
+    assert cache_builder.same_bits(decoded, out)
+    assert cache_builder.same_bits(decoded_lse, lse)
     oracle.check(
         out, lse, dtype, query, built.keys[layer], built.values[layer], lengths, key, value,
         seq_lengths=seq_lengths,
@@ -101,7 +102,7 @@ def test_chunks_reach_ragged_lengths(implementation):
         return cache.advance(n)
 
     fill = jax.jit(fill, donate_argnums=0)
-    for step in range(5):
+    for _ in range(5):
         n = rng.integers(0, 17, 4).astype(np.int32)
         key, value = (cache_builder.random(rng, (2, 4, 16, 2, 64), "bfloat16") for _ in range(2))
         cache = fill(cache, key, value, n)
@@ -192,4 +193,5 @@ def test_empty_rows_give_zeros_and_minus_infinity(implementation):
         query, built.cache, query_seq_lengths=np.int32([2, 0]), return_residual=True,
         implementation=implementation,
     )  # fmt: skip
-    assert (np.asarray(out) == 0).all() and np.isneginf(np.asarray(lse)).all()
+    assert (np.asarray(out) == 0).all()
+    assert np.isneginf(np.asarray(lse)).all()

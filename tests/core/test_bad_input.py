@@ -1,4 +1,4 @@
-"""Wrong calls: one error of the right type that says what, what was expected, what came, the remedy."""
+"""Wrong calls: one error of the right type that says what, expected, got and the remedy."""
 
 from __future__ import annotations
 
@@ -32,25 +32,76 @@ def tokens(**change):
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    ("change", "error", "message"),
     [
-        ({"key": (B, T, 3, H)}, ValueError, "`key` should have shape (B=2, T=3, K=2, H=64), but got (2, 3, 3, 64)"),
-        ({"value": (B, T, K, 32)}, ValueError, "`value` should have shape (B=2, T=3, K=2, H=64), but got (2, 3, 2, 32)"),
-        ({"value": (B, 2, K, H)}, ValueError, "`value` should have shape (B=2, T=3, K=2, H=64), but got (2, 2, 2, 64)"),
-        ({"key": (3, T, K, H)}, ValueError, "`key` should have shape (B=2, T=3, K=2, H=64), but got (3, 3, 2, 64)"),
-        ({"key": (T, K, H)}, ValueError, "`key` should have shape (B=2, T=3, K=2, H=64), but got (3, 2, 64)"),
-        ({"query": (T, N, H)}, ValueError, "`query` should have shape (B, T, N, H), but got (3, 4, 64)"),
-        ({"query": (3, T, N, H)}, ValueError, "`query` should have shape (B=2, T=3, N=4, H=64), but got (3, 3, 4, 64)"),
-        ({"query": (B, T, N, 32)}, ValueError, "`query` should have shape (B=2, T=3, N=4, H=64), but got (2, 3, 4, 32)"),
-        ({"query": (B, T, 3, H)}, ValueError, "`query` should have a multiple of K=2 heads, but got N=3"),
-        ({"query": (B, T, 0, H)}, ValueError, "`query` should have a multiple of K=2 heads, but got N=0"),
+        (
+            {"key": (B, T, 3, H)},
+            ValueError,
+            "`key` should have shape (B=2, T=3, K=2, H=64), but got (2, 3, 3, 64)",
+        ),
+        (
+            {"value": (B, T, K, 32)},
+            ValueError,
+            "`value` should have shape (B=2, T=3, K=2, H=64), but got (2, 3, 2, 32)",
+        ),
+        (
+            {"value": (B, 2, K, H)},
+            ValueError,
+            "`value` should have shape (B=2, T=3, K=2, H=64), but got (2, 2, 2, 64)",
+        ),
+        (
+            {"key": (3, T, K, H)},
+            ValueError,
+            "`key` should have shape (B=2, T=3, K=2, H=64), but got (3, 3, 2, 64)",
+        ),
+        (
+            {"key": (T, K, H)},
+            ValueError,
+            "`key` should have shape (B=2, T=3, K=2, H=64), but got (3, 2, 64)",
+        ),
+        (
+            {"query": (T, N, H)},
+            ValueError,
+            "`query` should have shape (B, T, N, H), but got (3, 4, 64)",
+        ),
+        (
+            {"query": (3, T, N, H)},
+            ValueError,
+            "`query` should have shape (B=2, T=3, N=4, H=64), but got (3, 3, 4, 64)",
+        ),
+        (
+            {"query": (B, T, N, 32)},
+            ValueError,
+            "`query` should have shape (B=2, T=3, N=4, H=64), but got (2, 3, 4, 32)",
+        ),
+        (
+            {"query": (B, T, 3, H)},
+            ValueError,
+            "`query` should have a multiple of K=2 heads, but got N=3",
+        ),
+        (
+            {"query": (B, T, 0, H)},
+            ValueError,
+            "`query` should have a multiple of K=2 heads, but got N=0",
+        ),
         ({"query": None}, ValueError, "`query` should have shape (B, T, N, H), but got NoneType"),
         ({"key": None}, TypeError, "`key` and `value` are required; use `attend` to read only"),
         ({"key": [1.0]}, TypeError, "`key` should be an array, but got list"),
-        ({"query": np.zeros((B, T, N, H), np.float16)}, TypeError, "`query` should have the dtype of the cache, float32, but got float16. Cast it, or create the cache with dtype=float16"),
-        ({"value": np.zeros((B, T, K, H), jnp.bfloat16)}, TypeError, "`value` should have the dtype of the cache, float32, but got bfloat16. Cast it"),
+        (
+            {"query": np.zeros((B, T, N, H), np.float16)},
+            TypeError,
+            (
+                "`query` should have the dtype of the cache, float32, but got float16. Cast "
+                "it, or create the cache with dtype=float16"
+            ),
+        ),
+        (
+            {"value": np.zeros((B, T, K, H), jnp.bfloat16)},
+            TypeError,
+            "`value` should have the dtype of the cache, float32, but got bfloat16. Cast it",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("jitted", [False, True])
 def test_wrong_tokens(cache, change, error, message, jitted):
     arguments = tokens(**change)
@@ -62,26 +113,78 @@ def test_wrong_tokens(cache, change, error, message, jitted):
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("options", "error", "message"),
     [
         ({"layer": L}, ValueError, "`layer` should be in [0, L=2), but got 2"),
         ({"layer": -1}, ValueError, "`layer` should be in [0, L=2), but got -1"),
-        ({"layer": 0.5}, TypeError, "`layer` should be an int or an integer scalar array, but got 0.5"),
-        ({"layer": np.zeros(2, np.int32)}, TypeError, "`layer` should be an int or an integer scalar"),
-        ({"query_seq_lengths": np.float32([1, 1])}, TypeError, "`query_seq_lengths` should hold integers, but has dtype float32"),
-        ({"query_seq_lengths": np.int32([1, 1, 1])}, ValueError, "`query_seq_lengths` should have shape (B=2,), but got (3,)"),
-        ({"query_seq_lengths": np.int32([1, 4])}, ValueError, "`query_seq_lengths` should be in [0, T=3], but got [1, 4]"),
-        ({"query_seq_lengths": -1}, ValueError, "`query_seq_lengths` should be in [0, T=3], but got [-1, -1]"),
-        ({"logits_soft_cap": 0.0}, ValueError, "`logits_soft_cap` should be positive or None, but got 0.0"),
-        ({"logits_soft_cap": -3.0}, ValueError, "`logits_soft_cap` should be positive or None, but got -3.0"),
+        (
+            {"layer": 0.5},
+            TypeError,
+            "`layer` should be an int or an integer scalar array, but got 0.5",
+        ),
+        (
+            {"layer": np.zeros(2, np.int32)},
+            TypeError,
+            "`layer` should be an int or an integer scalar",
+        ),
+        (
+            {"query_seq_lengths": np.float32([1, 1])},
+            TypeError,
+            "`query_seq_lengths` should hold integers, but has dtype float32",
+        ),
+        (
+            {"query_seq_lengths": np.int32([1, 1, 1])},
+            ValueError,
+            "`query_seq_lengths` should have shape (B=2,), but got (3,)",
+        ),
+        (
+            {"query_seq_lengths": np.int32([1, 4])},
+            ValueError,
+            "`query_seq_lengths` should be in [0, T=3], but got [1, 4]",
+        ),
+        (
+            {"query_seq_lengths": -1},
+            ValueError,
+            "`query_seq_lengths` should be in [0, T=3], but got [-1, -1]",
+        ),
+        (
+            {"logits_soft_cap": 0.0},
+            ValueError,
+            "`logits_soft_cap` should be positive or None, but got 0.0",
+        ),
+        (
+            {"logits_soft_cap": -3.0},
+            ValueError,
+            "`logits_soft_cap` should be positive or None, but got -3.0",
+        ),
         ({"local_window_size": -1}, ValueError, "sliding_window=W is (W - 1, 0)"),
-        ({"local_window_size": (3, -1)}, ValueError, "`local_window_size` should be a non-negative int or a pair (left, right)"),
-        ({"local_window_size": (1, 2, 3)}, ValueError, "`local_window_size` should be a non-negative int or a pair"),
-        ({"local_window_size": 2.5}, TypeError, "`local_window_size` should be a non-negative int or a pair"),
-        ({"sinks": np.zeros(N)}, NotImplementedError, "`sinks` is reserved and not supported yet; pass None"),
-        ({"implementation": "tpu"}, ValueError, "`implementation` should be None or one of cuda, cpu, xla, reference, but got 'tpu'"),
+        (
+            {"local_window_size": (3, -1)},
+            ValueError,
+            "`local_window_size` should be a non-negative int or a pair (left, right)",
+        ),
+        (
+            {"local_window_size": (1, 2, 3)},
+            ValueError,
+            "`local_window_size` should be a non-negative int or a pair",
+        ),
+        (
+            {"local_window_size": 2.5},
+            TypeError,
+            "`local_window_size` should be a non-negative int or a pair",
+        ),
+        (
+            {"sinks": np.zeros(N)},
+            NotImplementedError,
+            "`sinks` is reserved and not supported yet; pass None",
+        ),
+        (
+            {"implementation": "tpu"},
+            ValueError,
+            ("`implementation` should be None or one of cuda, cpu, xla, reference, but got 'tpu'"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_options(cache, options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         directkv_jax.decode_attention(**tokens(), cache=cache, **options)
@@ -95,7 +198,7 @@ def test_attend_takes_key_and_value_together(cache):
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("options", "error", "message"),
     [
         ({"batch": 0}, ValueError, "`batch` should be a positive int, but got 0"),
         ({"max_length": -5}, ValueError, "`max_length` should be a positive int, but got -5"),
@@ -103,16 +206,48 @@ def test_attend_takes_key_and_value_together(cache):
         ({"num_layers": True}, ValueError, "`num_layers` should be a positive int, but got True"),
         ({"num_pages": 0}, ValueError, "`num_pages` should be a positive int, but got 0"),
         ({"num_kv_heads": 0}, ValueError, "`num_kv_heads` should be a positive int, but got 0"),
-        ({"head_dim": 12}, ValueError, "`head_dim` should be a multiple of 8 from 8 to 512, but got 12"),
-        ({"head_dim": 520}, ValueError, "`head_dim` should be a multiple of 8 from 8 to 512, but got 520"),
-        ({"page_size": 24}, ValueError, "`page_size` should be a multiple of 16 from 16 to 4096, but got 24"),
-        ({"page_size": 0}, ValueError, "`page_size` should be a multiple of 16 from 16 to 4096, but got 0"),
-        ({"page_size": 8192}, ValueError, "`page_size` should be a multiple of 16 from 16 to 4096, but got 8192"),
-        ({"dtype": jnp.int8}, TypeError, "`dtype` should be one of bfloat16, float16, float32, but got int8"),
-        ({"dtype": jnp.float64}, TypeError, "`dtype` should be one of bfloat16, float16, float32, but got float64"),
-        ({"placement": "disk"}, ValueError, '`placement` should be "host" or "device", but got \'disk\''),
+        (
+            {"head_dim": 12},
+            ValueError,
+            "`head_dim` should be a multiple of 8 from 8 to 512, but got 12",
+        ),
+        (
+            {"head_dim": 520},
+            ValueError,
+            "`head_dim` should be a multiple of 8 from 8 to 512, but got 520",
+        ),
+        (
+            {"page_size": 24},
+            ValueError,
+            "`page_size` should be a multiple of 16 from 16 to 4096, but got 24",
+        ),
+        (
+            {"page_size": 0},
+            ValueError,
+            "`page_size` should be a multiple of 16 from 16 to 4096, but got 0",
+        ),
+        (
+            {"page_size": 8192},
+            ValueError,
+            "`page_size` should be a multiple of 16 from 16 to 4096, but got 8192",
+        ),
+        (
+            {"dtype": jnp.int8},
+            TypeError,
+            "`dtype` should be one of bfloat16, float16, float32, but got int8",
+        ),
+        (
+            {"dtype": jnp.float64},
+            TypeError,
+            "`dtype` should be one of bfloat16, float16, float32, but got float64",
+        ),
+        (
+            {"placement": "disk"},
+            ValueError,
+            '`placement` should be "host" or "device", but got \'disk\'',
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_sizes(options, error, message):
     sizes = {"batch": 1, "max_length": 64, "num_kv_heads": 2, "head_dim": 64} | options
     with pytest.raises(error, match=re.escape(message)):
@@ -139,7 +274,9 @@ def test_a_cache_that_lost_its_type_gets_it_back(cache):
     assert memory.base_pointers(again.pages) == memory.base_pointers(cache.pages)
     assert jax.typeof(again.pages).memory_space == jax.memory.Space.Host
     directkv_jax.attend(tokens()["query"], again)
-    with pytest.raises(ValueError, match=r'`array` .* "pinned_host", but is in "device".*device_put'):
+    with pytest.raises(
+        ValueError, match=r'`array` .* "pinned_host", but is in "device".*device_put'
+    ):
         memory.retype(jnp.zeros(3))
 
 
@@ -164,28 +301,82 @@ def test_a_prompt_longer_than_the_cache():
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    ("call", "error", "message"),
     [
-        (lambda c: c.advance(29), ValueError, "A row would hold 49 tokens, but the cache has room for 48 per row"),
+        (
+            lambda c: c.advance(29),
+            ValueError,
+            "A row would hold 49 tokens, but the cache has room for 48 per row",
+        ),
         (lambda c: c.advance(2**31 - 1), ValueError, "the cache has room for 48 per row"),
         (lambda c: c.advance(-1), ValueError, "`n` should not be negative, but got [-1, -1]"),
         (lambda c: c.advance(1.5), TypeError, "`n` should hold integers"),
-        (lambda c: c.advance(np.int32([1, 2, 3])), ValueError, "`n` should have shape (B=2,), but got (3,)"),
-        (lambda c: c.truncate(np.int32([5, 21])), ValueError, "`lengths` should be in [0, present lengths [5, 20]], but got [5, 21]"),
+        (
+            lambda c: c.advance(np.int32([1, 2, 3])),
+            ValueError,
+            "`n` should have shape (B=2,), but got (3,)",
+        ),
+        (
+            lambda c: c.truncate(np.int32([5, 21])),
+            ValueError,
+            "`lengths` should be in [0, present lengths [5, 20]], but got [5, 21]",
+        ),
         (lambda c: c.truncate(-1), ValueError, "`lengths` should be in [0, present lengths"),
-        (lambda c: c.take_rows(np.int32([0, 0])), ValueError, "`rows` should not repeat, but got [0, 0]: two rows would write the same page. Use `fork`"),
-        (lambda c: c.take_rows(np.int32([2])), ValueError, "`rows` should be in [0, B=2), but got [2]"),
-        (lambda c: c.fork(np.int32([-1])), ValueError, "`rows` should be in [0, B=2), but got [-1]"),
-        (lambda c: c.fork(np.float32([0])), TypeError, "`rows` should be an integer array of one dimension, but got float32 (1,)"),
-        (lambda c: c.fork(np.int32(0)), TypeError, "`rows` should be an integer array of one dimension, but got int32 ()"),
-        (lambda c: c.reset(np.int32([0])), TypeError, "`rows` should be a bool mask of shape (B=2,), but got int32 (1,)"),
-        (lambda c: c.gather(0, 0, 0, 49), ValueError, "`gather` takes layer < L=2, row < B=2 and 0 <= start <= stop <= 48, but got layer=0, row=0, [0, 49)"),
+        (
+            lambda c: c.take_rows(np.int32([0, 0])),
+            ValueError,
+            (
+                "`rows` should not repeat, but got [0, 0]: two rows would write the same "
+                "page. Use `fork`"
+            ),
+        ),
+        (
+            lambda c: c.take_rows(np.int32([2])),
+            ValueError,
+            "`rows` should be in [0, B=2), but got [2]",
+        ),
+        (
+            lambda c: c.fork(np.int32([-1])),
+            ValueError,
+            "`rows` should be in [0, B=2), but got [-1]",
+        ),
+        (
+            lambda c: c.fork(np.float32([0])),
+            TypeError,
+            "`rows` should be an integer array of one dimension, but got float32 (1,)",
+        ),
+        (
+            lambda c: c.fork(np.int32(0)),
+            TypeError,
+            "`rows` should be an integer array of one dimension, but got int32 ()",
+        ),
+        (
+            lambda c: c.reset(np.int32([0])),
+            TypeError,
+            "`rows` should be a bool mask of shape (B=2,), but got int32 (1,)",
+        ),
+        (
+            lambda c: c.gather(0, 0, 0, 49),
+            ValueError,
+            (
+                "`gather` takes layer < L=2, row < B=2 and 0 <= start <= stop <= 48, but "
+                "got layer=0, row=0, [0, 49)"
+            ),
+        ),
         (lambda c: c.gather(2, 0, 0, 1), ValueError, "`gather` takes layer < L=2"),
         (lambda c: c.gather(0, -1, 0, 1), ValueError, "`gather` takes layer < L=2, row < B=2"),
-        (lambda c: jax.jit(lambda c: c.gather(0, 0, 0, 1))(c), ValueError, "`gather` is for debugging and cannot be traced; call it outside jit"),
-        (lambda c: c.replace(overflowed=jnp.array([True, False])).fork(np.int32([1, 0])), ValueError, "Rows [1] of `rows` have overflowed and cannot be forked"),
+        (
+            lambda c: jax.jit(lambda c: c.gather(0, 0, 0, 1))(c),
+            ValueError,
+            "`gather` is for debugging and cannot be traced; call it outside jit",
+        ),
+        (
+            lambda c: c.replace(overflowed=jnp.array([True, False])).fork(np.int32([1, 0])),
+            ValueError,
+            "Rows [1] of `rows` have overflowed and cannot be forked",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_row_operations(cache, call, error, message):
     before = cache_builder.all_pages(cache)
     with pytest.raises(error, match=re.escape(message)):

@@ -33,7 +33,7 @@ def test_sizes():
     )
 
 
-@pytest.mark.parametrize("placement, kind", [("host", "pinned_host"), ("device", "device")])
+@pytest.mark.parametrize(("placement", "kind"), [("host", "pinned_host"), ("device", "device")])
 def test_placement(placement, kind):
     cache = create(placement=placement)
     assert cache.pages.sharding.memory_kind == kind
@@ -54,7 +54,7 @@ def test_the_default_pool_is_contiguous_and_any_other_is_the_callers_to_fill():
         directkv_jax.append(cache, new, new)
 
 
-@pytest.mark.parametrize("start, stop", [(0, 0), (0, 20), (3, 17), (16, 32), (31, 33), (0, 48)])
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 20), (3, 17), (16, 32), (31, 33), (0, 48)])
 def test_gather_takes_any_range(start, stop):
     built = cache_builder.build([48, 33], max_length=48, num_layers=2, dtype="float16")
     k, v = built.cache.gather(1, 1, start, stop)
@@ -75,7 +75,8 @@ def test_a_tile_holds_keys_then_values():
     tile = np.arange(layout.tile_elements, dtype=np.float32)
     both = layout.unpack(tile)
     assert both.shape == (2, 16, 64)
-    assert both[0, 3, 5] == 3 * 64 + 5 and both[1, 3, 5] == (16 + 3) * 64 + 5
+    assert both[0, 3, 5] == 3 * 64 + 5
+    assert both[1, 3, 5] == (16 + 3) * 64 + 5
     assert (layout.pack(both) == tile).all()
     assert layout.page_bytes == 16 * layout.bytes_per_token == 16 * 2 * 2 * 64 * 4
 
@@ -91,7 +92,8 @@ def test_caches_made_under_jit_have_the_host_type():
     """Flax creates modules inside jit; the shapes and the memory are then those of a real one."""
     made = jax.eval_shape(create)
     assert made.pages.shape == create().pages.shape
-    assert made.max_length == 128 and made.placement == "host"
+    assert made.max_length == 128
+    assert made.placement == "host"
 
 
 def test_base_pointers_are_the_arrays_own():

@@ -1,4 +1,4 @@
-"""Tokens that do not fit and numbers out of range: errors eagerly, a flag under jit, never a crash."""
+"""Tokens that do not fit, numbers out of range: errors eagerly, a flag under jit, no crash."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_row_that_overflowed_in_one_layer_does_so_in_all(implementation):
 
 
 @pytest.mark.parametrize(
-    "field, bad",
+    ("field", "bad"),
     [
         *(("lengths", n) for n in (-1, CAPACITY + 1, INT_MAX, INT_MAX - 1, INT_MIN)),
         *(("page_table", n) for n in (-1, 9, INT_MAX, INT_MIN)),
@@ -115,7 +115,8 @@ def test_out_of_range_gives_nan_and_a_flag(implementation, field, bad):
     else:
         n = np.int32([2, bad, 2])
     out, lse, cache = step(cache, query, key, value, n, np.int32(0))
-    assert np.isnan(out[1]).all() and np.isnan(lse[1]).all()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1]).all()
     assert flags(cache) == [False, True, False]
     oracle.check(
         out[::2], lse[::2], "float32", query[::2], built.keys[0, ::2], built.values[0, ::2],
@@ -133,8 +134,10 @@ def test_a_traced_layer_out_of_range_gives_nan_and_a_flag(implementation, layer)
     before = cache_builder.all_pages(built.cache)
     n = np.int32([2, 2, 0])
     out, lse, cache = step(built.cache, query, key, value, n, np.int32(layer))
-    assert np.isnan(out[:2]).all() and np.isnan(lse[:2]).all()
-    assert (np.asarray(out[2]) == 0).all() and np.isneginf(lse[2]).all()
+    assert np.isnan(out[:2]).all()
+    assert np.isnan(lse[:2]).all()
+    assert (np.asarray(out[2]) == 0).all()
+    assert np.isneginf(lse[2]).all()
     assert flags(cache) == [True, True, False]
     assert cache_builder.same_bits(cache_builder.all_pages(cache), before)
 
@@ -149,9 +152,7 @@ def test_page_ids_beyond_the_length_may_be_anything(implementation):
     out, cache = directkv_jax.decode_attention(
         query, key, value, cache, implementation=implementation
     )
-    oracle.check(
-        out, None, "float32", query, built.keys[0], built.values[0], [10, 20], key, value
-    )
+    oracle.check(out, None, "float32", query, built.keys[0], built.values[0], [10, 20], key, value)
     assert flags(cache) == [False, False]
 
 
@@ -183,7 +184,9 @@ def test_eager_calls_raise_and_the_cache_keeps_its_content(implementation):
     cache, before = built.cache, cache_builder.all_pages(built.cache)
     query, key, value = cache_builder.tokens(0, 3, 4, 4, 2, 64, "float32")
     options = {"implementation": implementation}
-    with pytest.raises(ValueError, match=r"Row 1 holds 46 tokens and 4 more do not fit.*48.*larger"):
+    with pytest.raises(
+        ValueError, match=r"Row 1 holds 46 tokens and 4 more do not fit.*48.*larger"
+    ):
         directkv_jax.decode_attention(query, key, value, cache, **options)
     with pytest.raises(ValueError, match=r"Row 1 holds 46 tokens and 4 more do not fit"):
         directkv_jax.append(cache, key, value, **options)
@@ -197,7 +200,7 @@ def test_eager_calls_raise_and_the_cache_keeps_its_content(implementation):
 
 def test_eager_calls_go_on_without_the_rows_that_overflowed(implementation):
     cache = build().cache.replace(overflowed=jnp.array([False, True, False]))
-    query, key, value = cache_builder.tokens(0, 3, 1, 4, 2, 64, "float32")
+    _query, key, value = cache_builder.tokens(0, 3, 1, 4, 2, 64, "float32")
     with pytest.raises(ValueError, match=r"Rows \[1\] overflowed earlier .* cache.reset"):
         directkv_jax.append(cache, key, value, implementation=implementation)
     cache = directkv_jax.append(
@@ -207,7 +210,7 @@ def test_eager_calls_go_on_without_the_rows_that_overflowed(implementation):
 
 
 @pytest.mark.parametrize(
-    "field, bad, message",
+    ("field", "bad", "message"),
     [
         ("lengths", [10, -1, 20], r"`lengths` should be in \[0, 48\], but got \[10, -1, 20\]"),
         ("lengths", [10, 49, 20], r"`lengths` should be in \[0, 48\], but got \[10, 49, 20\]"),

@@ -1,4 +1,4 @@
-"""Row operations: advance, truncate, take_rows, fork, reset. Lengths and tables, never other rows."""
+"""Row operations: advance, truncate, take_rows, fork, reset; other rows keep every bit."""
 
 from __future__ import annotations
 
@@ -166,14 +166,18 @@ def test_reset_empties_rows_and_clears_their_flag():
 def test_a_reset_row_does_not_write_into_its_forked_sibling(jitted):
     cache = build().cache.fork(np.int32([2, 2, 0, 2]))
     mask = np.array([True, False, False, True])
-    reset = jax.jit(lambda c, m: c.reset(m), donate_argnums=0) if jitted else (lambda c, m: c.reset(m))
+    reset = (
+        jax.jit(lambda c, m: c.reset(m), donate_argnums=0) if jitted else (lambda c, m: c.reset(m))
+    )
     cache = reset(cache, mask)
     kept = contents(cache)
     assert writable_pages_are_private(cache)
     cache, _ = write(cache, seed=3, count=3 * PAGE, rows=mask)
     assert np.asarray(cache.lengths).tolist() == [48, 33, 5, 48]
     now = contents(cache)
-    assert now[1] == kept[1] and now[2] == kept[2] and now[0] != now[3]
+    assert now[1] == kept[1]
+    assert now[2] == kept[2]
+    assert now[0] != now[3]
 
 
 def test_all_rows_are_apart_after_a_full_reset():

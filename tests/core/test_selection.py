@@ -27,7 +27,8 @@ def test_every_name_answers():
     for name in directkv_jax.implementations:
         reason = directkv_jax.unsupported_reason(name)
         assert directkv_jax.is_supported(name) == (reason is None)
-    assert directkv_jax.is_supported("xla") and directkv_jax.is_supported("reference")
+    assert directkv_jax.is_supported("xla")
+    assert directkv_jax.is_supported("reference")
     with pytest.raises(ValueError, match="should be None or one of cuda, cpu, xla, reference"):
         directkv_jax.is_supported("flash")
 
@@ -57,7 +58,14 @@ def test_a_named_implementation_fails_loudly(native):
 
 
 def test_importing_is_light():
-    heavy = ("flax", "tokenizers", "safetensors", "torch", "directkv_jax.nnx", "directkv_jax.models")
+    heavy = (
+        "flax",
+        "tokenizers",
+        "safetensors",
+        "torch",
+        "directkv_jax.nnx",
+        "directkv_jax.models",
+    )
     code = f"import directkv_jax, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -73,7 +73,9 @@ def test_a_split_cache_equals_the_whole_one(implementation, four_devices, name):
     cache = split(four_devices, name)
     before = cache_builder.pointers(cache)
     cache, results = run_steps(cache, implementation)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), results, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), results, expected
+    )
     assert cache_builder.pointers(cache) == before, "every shard stays where it is"
     assert len(before) == 4
     assert cache.pages.sharding.memory_kind == "pinned_host"
@@ -91,7 +93,9 @@ def test_a_split_cache_equals_the_whole_one(implementation, four_devices, name):
 def test_eager_calls_on_a_split_cache(implementation, four_devices):
     _, expected = whole_cache(implementation)
     _, results = run_steps(split(four_devices, "both"), implementation, jitted=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), results, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6), results, expected
+    )
 
 
 @FAST
@@ -150,7 +154,7 @@ def test_moving_rows_between_devices_is_refused(four_devices, name):
 
 
 @pytest.mark.parametrize(
-    "sizes, axes, message",
+    ("sizes", "axes", "message"),
     [
         ({"num_kv_heads": 6}, {"kv_head_axis": "x"}, r"`num_kv_heads` .* 4 shards .*'x'.* got 6"),
         ({"batch": 3}, {"batch_axis": "x"}, r"`batch` .* 4 shards of mesh axis 'x', but got 3"),

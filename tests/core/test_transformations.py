@@ -31,9 +31,7 @@ def stacked_tokens(seed, steps=1):
 
 
 def decode(cache, tokens, layer, implementation):
-    return directkv_jax.decode_attention(
-        *tokens, cache, layer=layer, implementation=implementation
-    )
+    return directkv_jax.decode_attention(*tokens, cache, layer=layer, implementation=implementation)
 
 
 def unrolled(implementation):
@@ -94,7 +92,8 @@ def test_jitted_steps_are_exact_and_in_place(implementation, form, compilations)
         assert cache_builder.pointers(cache) == address
     assert np.asarray(cache.lengths).tolist() == lengths
     got = cache_builder.read_tokens(cache)
-    assert cache_builder.same_bits(got[0], keys) and cache_builder.same_bits(got[1], values)
+    assert cache_builder.same_bits(got[0], keys)
+    assert cache_builder.same_bits(got[1], values)
 
 
 def test_while_loop_is_exact_and_in_place(implementation):
@@ -141,7 +140,9 @@ def test_eager_calls_consume_the_cache_they_are_given(implementation):
         lambda: built.cache.take_rows(np.int32([1, 0])),
         lambda: built.cache.reset(),
     ):
-        with pytest.raises(ValueError, match="already donated .* Use the cache that the call retur"):
+        with pytest.raises(
+            ValueError, match=r"already donated .* Use the cache that the call retur"
+        ):
             use()
     directkv_jax.attend(tokens[0], cache, implementation=implementation)  # reading consumes nothing
     directkv_jax.attend(tokens[0], cache, implementation=implementation)
@@ -237,30 +238,28 @@ def test_vmap_over_lengths_of_a_shared_cache(implementation):
 
     out = out_of(lengths)
     for i in range(3):
-        oracle.check(
-            out[i], None, "float32", query, built.keys[0], built.values[0], lengths[i]
-        )
+        oracle.check(out[i], None, "float32", query, built.keys[0], built.values[0], lengths[i])
 
 
 def test_vmap_over_a_cache_is_refused_by_name(native):
     cache = build().cache
     query, key, value = cache_builder.tokens(0, 2, 1, 4, 2, 64, "float32")
-    with pytest.raises(NotImplementedError, match="vmap over the cache .* not supported: .* copy"):
+    with pytest.raises(NotImplementedError, match=r"vmap over the cache .* not supported: .* copy"):
         jax.vmap(
             lambda layer: directkv_jax.attend(query, cache, layer=layer, implementation=native)
         )(jnp.arange(3))
     many = jax.tree.map(lambda x: jnp.stack([x, x]), cache.replace(pages=None))
     pages = directkv_jax.memory.allocate((2, *cache.pages.shape), cache.dtype, "host")
-    with pytest.raises(NotImplementedError, match="jax.vmap over the cache"):
+    with pytest.raises(NotImplementedError, match=r"jax.vmap over the cache"):
         jax.vmap(
             lambda pages, rest: directkv_jax.attend(
                 query, rest.replace(pages=pages), implementation=native
             )
         )(pages, many)
-    with pytest.raises(NotImplementedError, match="vmap of `append` is not supported"):
-        jax.vmap(
-            lambda key: directkv_jax.append(cache, key, value, implementation=native).lengths
-        )(jnp.stack([key, key]))
+    with pytest.raises(NotImplementedError, match=r"vmap of `append` is not supported"):
+        jax.vmap(lambda key: directkv_jax.append(cache, key, value, implementation=native).lengths)(
+            jnp.stack([key, key])
+        )
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
@@ -294,6 +293,8 @@ def test_a_cache_is_a_pytree_of_four_arrays():
     leaves, tree = jax.tree.flatten(cache)
     assert len(leaves) == 4
     again = jax.tree.unflatten(tree, leaves)
-    assert again.layout == cache.layout and again.placement == "host"
+    assert again.layout == cache.layout
+    assert again.placement == "host"
     shapes = jax.eval_shape(lambda c: c.advance(1), cache)
-    assert shapes.pages.shape == cache.pages.shape and shapes.max_length == cache.max_length
+    assert shapes.pages.shape == cache.pages.shape
+    assert shapes.max_length == cache.max_length

@@ -17,8 +17,11 @@ std::string Shape::text() const {
 
 AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector<int> row_seq,
                        uint32_t seed)
-    : shape(s), pool_pages(int64_t{s.batch} * s.max_pages + 3), layer(s.layer),
-      lengths(row_lengths.begin(), row_lengths.end()), seq_lengths(row_seq.begin(), row_seq.end()) {
+    : shape(s),
+      pool_pages(int64_t{s.batch} * s.max_pages + 3),
+      layer(s.layer),
+      lengths(row_lengths.begin(), row_lengths.end()),
+      seq_lengths(row_seq.begin(), row_seq.end()) {
   std::mt19937 rng(seed);
   std::normal_distribution<double> normal;
   const int64_t item = itemsize(s.dtype);
@@ -35,8 +38,7 @@ AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector
   std::iota(ids.begin(), ids.end(), 0);
   std::shuffle(ids.begin(), ids.end(), rng);
   page_table.assign(ids.begin(), ids.begin() + int64_t{s.batch} * s.max_pages);
-  const int64_t pool_elements =
-      s.layers * pool_pages * s.kv_heads * 2 * s.page_size * s.head_dim;
+  const int64_t pool_elements = s.layers * pool_pages * s.kv_heads * 2 * s.page_size * s.head_dim;
   pages.resize(pool_elements * item);
   for (int64_t i = 0; i < pool_elements; ++i) encode(s.dtype, pages.data(), i, NAN);
   for (int b = 0; b < s.batch; ++b) {
@@ -52,7 +54,8 @@ AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector
   out.resize(token_elements * s.heads() * item);
   lse.resize(int64_t{s.batch} * s.query_tokens * s.heads());
   workspace.resize(attend_workspace_bytes(s.batch, s.query_tokens, s.heads(), s.kv_heads,
-                                          s.head_dim, s.max_pages) / 4);
+                                          s.head_dim, s.max_pages) /
+                   4);
   poison_outputs();
 }
 
@@ -73,8 +76,14 @@ void AttendCase::poison_outputs() {
 AttendParams AttendCase::params() {
   AttendParams p = {};
   p.cache = {{shape.dtype, shape.page_size, shape.kv_heads, shape.head_dim},
-             pages.data(), shape.layers, pool_pages, page_table.data(), lengths.data(), &layer,
-             shape.batch, shape.max_pages};
+             pages.data(),
+             shape.layers,
+             pool_pages,
+             page_table.data(),
+             lengths.data(),
+             &layer,
+             shape.batch,
+             shape.max_pages};
   p.query = query.data();
   p.key = key.data();
   p.value = value.data();
@@ -85,7 +94,8 @@ AttendParams AttendCase::params() {
   p.query_tokens = shape.query_tokens;
   p.fresh_tokens = shape.fresh ? shape.query_tokens : 0;
   p.query_heads = shape.heads();
-  p.scale = shape.scale != 0.0f ? shape.scale : 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  p.scale =
+      shape.scale != 0.0f ? shape.scale : 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
   p.soft_cap = shape.soft_cap;
   p.window_left = shape.window_left;
   return p;
@@ -111,8 +121,7 @@ OracleResult oracle(const AttendCase& c, int page_begin, int page_end, bool with
         std::vector<std::vector<double>> values;
         const int total = length + (s.fresh && with_fresh ? t + 1 : 0);
         for (int pos = 0; pos < total; ++pos) {
-          if (pos < length &&
-              (pos / s.page_size < page_begin || pos / s.page_size >= page_end))
+          if (pos < length && (pos / s.page_size < page_begin || pos / s.page_size >= page_end))
             continue;
           if (s.window_left >= 0 && pos < length + t - s.window_left) continue;
           double dot = 0.0;

@@ -1,5 +1,7 @@
 // GB/s of attend against a plain read of the same bytes by the same threads.
 //   bench_cpu_attend [threads] [tokens ...]     32 query heads, 8 KV heads of 128, B = 1, T = 1
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -7,8 +9,6 @@
 #include <cstring>
 #include <random>
 #include <vector>
-
-#include <sys/mman.h>
 
 #include "../../csrc/attend_plan.h"
 #include "../../csrc/cpu/isa.h"
@@ -84,8 +84,7 @@ void bench(DType dtype, int tokens, test::ThreadPool& pool) {
   std::memcpy(query.data(), pages, query.size());
   std::memcpy(fresh.data(), pages, fresh.size());
   std::vector<float> lse(kHeads);
-  std::vector<char> workspace(
-      attend_workspace_bytes(1, 1, kHeads, kKvHeads, kHeadDim, max_pages));
+  std::vector<char> workspace(attend_workspace_bytes(1, 1, kHeads, kKvHeads, kHeadDim, max_pages));
   const int32_t length = tokens, seq = 1;
   int32_t layer = 0;
   AttendParams p = {};
@@ -104,9 +103,7 @@ void bench(DType dtype, int tokens, test::ThreadPool& pool) {
   const cpu::Executor executor = pool.executor();
   static volatile uint64_t sink;
   int64_t read_layer = 0;
-  auto read_once = [&] {
-    sink = read_all(pages + read_layer++ % layers * bytes, bytes, executor);
-  };
+  auto read_once = [&] { sink = read_all(pages + read_layer++ % layers * bytes, bytes, executor); };
   auto attend_once = [&] {
     layer = static_cast<int32_t>((layer + 1) % layers);
     cpu::attend(p, executor);
@@ -119,12 +116,15 @@ void bench(DType dtype, int tokens, test::ThreadPool& pool) {
     cpu::select_kernel(kernel->name);
     measure(5, attend_once);
     const Seconds attend = measure(repeats, attend_once);
-    std::printf("%-5s S=%-6d %-11s attend %5.1f (best %5.1f) GB/s  read %5.1f (best %5.1f) GB/s  "
-                "share %.2f (best %.2f)\n",
-                dtype == DType::kF32 ? "f32" : dtype == DType::kBF16 ? "bf16" : "f16", tokens,
-                kernel->name, bytes / attend.median / 1e9, bytes / attend.best / 1e9,
-                bytes / read.median / 1e9, bytes / read.best / 1e9, read.median / attend.median,
-                read.best / attend.best);
+    std::printf(
+        "%-5s S=%-6d %-11s attend %5.1f (best %5.1f) GB/s  read %5.1f (best %5.1f) GB/s  "
+        "share %.2f (best %.2f)\n",
+        dtype == DType::kF32    ? "f32"
+        : dtype == DType::kBF16 ? "bf16"
+                                : "f16",
+        tokens, kernel->name, bytes / attend.median / 1e9, bytes / attend.best / 1e9,
+        bytes / read.median / 1e9, bytes / read.best / 1e9, read.median / attend.median,
+        read.best / attend.best);
   }
   cpu::select_kernel(chosen);
   munmap(pages, total);
@@ -140,6 +140,7 @@ int main(int argc, char** argv) {
   if (tokens.empty()) tokens = {8192, 32768};
   directkv::test::ThreadPool pool(threads - 1);  // the caller is one of them
   std::printf("threads=%d N=32 K=8 H=128 page=64\n", threads);
-  for (directkv::DType dtype : {directkv::DType::kBF16, directkv::DType::kF16, directkv::DType::kF32})
+  for (directkv::DType dtype :
+       {directkv::DType::kBF16, directkv::DType::kF16, directkv::DType::kF32})
     for (int t : tokens) directkv::bench(dtype, t, pool);
 }

@@ -77,7 +77,11 @@ AttendCase random_case(uint32_t seed, DType dtype, int head_dim) {
   std::vector<int> lengths, seq;
   for (int b = 0; b < s.batch; ++b) {
     const int capacity = s.capacity();
-    const int choices[] = {0, 1, capacity, capacity - 1, static_cast<int>(rng() % (capacity + 1)),
+    const int choices[] = {0,
+                           1,
+                           capacity,
+                           capacity - 1,
+                           static_cast<int>(rng() % (capacity + 1)),
                            static_cast<int>(rng() % (capacity + 1))};
     lengths.push_back(pick(rng, choices));
     seq.push_back(rng() % 3 ? s.query_tokens : static_cast<int>(rng() % (s.query_tokens + 1)));

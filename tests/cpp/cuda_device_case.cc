@@ -46,9 +46,7 @@ Buffer::Buffer(size_t bytes, Placement placement) : placement_(placement), bytes
   const size_t total = bytes + kGuardBytes;
   void* p = nullptr;
   switch (placement) {
-    case Placement::kDevice:
-      CUDA_CHECK(cudaMalloc(&p, total));
-      break;
+    case Placement::kDevice: CUDA_CHECK(cudaMalloc(&p, total)); break;
     case Placement::kPinned:
       CUDA_CHECK(cudaHostAlloc(&p, total, cudaHostAllocPortable | cudaHostAllocMapped));
       break;

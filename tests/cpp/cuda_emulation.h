@@ -36,7 +36,7 @@
 namespace directkv::emulation {
 
 struct Options {
-  bool reverse = false;    // last thread first
+  bool reverse = false;     // last thread first
   bool late_copies = true;  // asynchronous copies land when they are waited for, not at once
 };
 Options& options();

@@ -31,8 +31,8 @@ TEST(graph_replays_with_changed_lengths) {
     CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
     CUDA_CHECK(cudaGraphInstantiate(&replay, graph, 0));
 
-    const std::vector<std::vector<int32_t>> lengths = {
-        {150, 40, 7}, {0, 32, 1}, {64, 2, 7}, {33, 31, 6}, {149, -1, 161}, {20, 20, 5}};
+    const std::vector<std::vector<int32_t>> lengths = {{150, 40, 7}, {0, 32, 1},     {64, 2, 7},
+                                                       {33, 31, 6},  {149, -1, 161}, {20, 20, 5}};
     const std::vector<std::vector<int32_t>> seq = {{3, 3, 2}, {1, 0, 3}, {3, 3, 3},
                                                    {2, 1, 0}, {3, 3, 3}, {3, 3, 1}};
     for (size_t i = 0; i < lengths.size(); ++i) {

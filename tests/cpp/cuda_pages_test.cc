@@ -149,8 +149,8 @@ TEST(pages_read_and_write) {
     pool.upload(pages.data());
     buffer.upload(dense.data());
     ids.upload(from.data());
-    const PageCopyParams p = {layout,     pool.get(), buffer.get(), static_cast<int32_t*>(ids.get()),
-                              layers,     pool_pages, 4};
+    const PageCopyParams p = {
+        layout, pool.get(), buffer.get(), static_cast<int32_t*>(ids.get()), layers, pool_pages, 4};
     CUDA_CHECK(cuda::read_pages(p, nullptr));
     CUDA_CHECK(cudaDeviceSynchronize());
     buffer.download(dense.data());

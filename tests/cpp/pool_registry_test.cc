@@ -1,10 +1,11 @@
 // The registry of live pool ranges: inside, outside, neighbours, and many threads at once.
+#include "../../csrc/pool_registry.h"
+
 #include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
-#include "../../csrc/pool_registry.h"
 #include "check.h"
 
 namespace directkv::test {

@@ -88,7 +88,11 @@ AttendCase random_case(uint32_t seed) {
   std::vector<int> lengths, seq;
   for (int b = 0; b < s.batch; ++b) {
     const int capacity = s.capacity();
-    const int choices[] = {0, 1, capacity, capacity - 1, static_cast<int>(rng() % (capacity + 1)),
+    const int choices[] = {0,
+                           1,
+                           capacity,
+                           capacity - 1,
+                           static_cast<int>(rng() % (capacity + 1)),
                            static_cast<int>(rng() % (capacity + 1))};
     lengths.push_back(pick(rng, choices));
     const int T = s.query_tokens;
@@ -98,7 +102,7 @@ AttendCase random_case(uint32_t seed) {
 }
 
 TEST(attend_random_shapes) {
-  for (uint32_t seed = 1; seed <= 250; ++seed) {
+  for (int seed = 1; seed <= share_of(250); ++seed) {
     AttendCase c = random_case(seed);
     check_everywhere(c);
   }
@@ -122,7 +126,7 @@ TEST(attend_every_head_dim_and_dtype) {
 }
 
 TEST(attend_partial_merges_to_whole) {
-  for (uint32_t seed = 1000; seed < 1060; ++seed) {
+  for (int seed = 1000; seed < 1000 + share_of(60); ++seed) {
     AttendCase c = random_case(seed);
     const OracleResult want = oracle(c, 0, c.shape.max_pages, true);
     const int cut = static_cast<int>(seed % (c.shape.max_pages + 1));
@@ -183,7 +187,8 @@ TEST(attend_invalid_rows) {
           const bool queried = t < seq[b] || seq[b] < 0 || seq[b] > 2;
           const bool is_nan = std::isnan(c.lse[at]) && std::isnan(c.out_at(at * s.head_dim));
           CHECK(is_nan == (nan[b] && queried), "%s row %d query %d", isa, b, t);
-          if (!queried) CHECK(c.lse[at] == -INFINITY && c.out_at(at * 64) == 0, "%s row %d", isa, b);
+          if (!queried)
+            CHECK(c.lse[at] == -INFINITY && c.out_at(at * 64) == 0, "%s row %d", isa, b);
         }
     for (int32_t layer : {-1, 2}) {
       c.layer = layer;
@@ -238,8 +243,8 @@ TEST(attend_extreme_logits) {
       for_every_isa([&](const char* isa) {
         cpu::attend(c.params(), pool().executor());
         const double error = relative_error(outputs(c), want.out);
-        CHECK(error <= tolerance(dtype) * (dtype == DType::kF32 ? slack : 1.5), "%s scale %g error %g", isa,
-              scale, error);
+        CHECK(error <= tolerance(dtype) * (dtype == DType::kF32 ? slack : 1.5),
+              "%s scale %g error %g", isa, scale, error);
       });
     }
 }

@@ -1,10 +1,9 @@
 // parallel_chunks must finish however late, or never, its helpers run.
-#include "../../csrc/cpu/parallel.h"
-
 #include <atomic>
 #include <memory>
 #include <numeric>
 
+#include "../../csrc/cpu/parallel.h"
 #include "check.h"
 #include "thread_pool.h"
 

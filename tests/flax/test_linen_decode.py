@@ -23,17 +23,17 @@ def params_of(module, x):
     return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"normalize_qk": True, "use_bias": False}, {"out_features": 32}],
-    ids=["plain", "normalize_qk", "features"],
-)  # fmt: skip
+ALL_ELSE = {"normalize_qk": True, "use_bias": False, "qkv_features": 128, "out_features": 32}
+
+
+@pytest.mark.parametrize("options", [{}, ALL_ELSE], ids=["plain", "all_else"])
 def test_fifty_steps_equal_flax(options, tokens, linen_step):
     theirs = nn.MultiHeadDotProductAttention(num_heads=4, decode=True, **options)
     ours = Ours(num_heads=4, decode=True, page_size=16, **options)
     x = tokens(50)
     params = params_of(theirs, x)
-    expected_cache = theirs.init(jax.random.key(0), x)["cache"]
-    cache = ours.init(jax.random.key(0), x)["cache"]
+    expected_cache = directkv_jax.linen.init_cache(theirs, x)
+    cache = directkv_jax.linen.init_cache(ours, x)
     flax_step, step = linen_step(theirs), linen_step(ours)
     for t in range(50):
         expected_cache, expected = flax_step(expected_cache, params, x[:, t : t + 1])
@@ -42,8 +42,8 @@ def test_fifty_steps_equal_flax(options, tokens, linen_step):
     assert cache["kv_cache"].lengths.tolist() == [50, 50]
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
-def test_grouped_queries_equal_nnx(kv_heads, tokens, linen_step):
+def test_grouped_queries_equal_nnx(tokens, linen_step):
+    kv_heads = 2
     theirs = nnx.MultiHeadAttention(4, 64, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(theirs, nnx.Param))
     x = tokens(12)
@@ -75,7 +75,8 @@ def test_outside_decoding_it_is_flax(tokens):
 def test_grouped_queries_train_with_dropout_and_sown_weights(tokens):
     ours = Ours(num_heads=4, num_kv_heads=2, dropout_rate=0.5, deterministic=False)
     x = tokens(4)
-    variables = ours.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(ours.init)(keys, x)
     assert variables["params"]["key"]["kernel"].shape == (64, 2, 16)
     y, state = ours.apply(
         variables, x, sow_weights=True, rngs={"dropout": jax.random.key(2)},
@@ -104,7 +105,7 @@ def test_several_ragged_tokens_at_once(tokens, linen_step):
 
 def test_overflow_raises_eagerly_and_flags_under_jit(tokens, linen_step):
     ours = Ours(num_heads=4, decode=True, page_size=16)
-    variables = ours.init(jax.random.key(0), tokens(16))
+    variables = jax.jit(ours.init)(jax.random.key(0), tokens(16))
     params, cache = variables["params"], variables["cache"]
     step = linen_step(ours)
     cache, _ = step(cache, params, tokens(7), jnp.array([7, 7]))
@@ -123,7 +124,7 @@ def test_overflow_raises_eagerly_and_flags_under_jit(tokens, linen_step):
 def test_low_precision_and_batch_dimensions(tokens):
     ours = Ours(num_heads=4, decode=True, dtype=jnp.bfloat16)
     x = tokens(4, (2, 3))
-    variables = ours.init(jax.random.key(0), x)
+    variables = jax.jit(ours.init)(jax.random.key(0), x)
     assert variables["cache"]["kv_cache"].dtype == jnp.bfloat16
     y, state = ours.apply(variables, x[..., :3, :], mutable=["cache"])
     exact = nn.MultiHeadDotProductAttention(num_heads=4).apply(

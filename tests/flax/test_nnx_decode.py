@@ -30,14 +30,13 @@ def pair(seed=0, **options):
     return theirs, ours
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "use_bias": False}, {"normalize_qk": True},
-        {"qkv_features": 128, "out_features": 32},
-    ],
-    ids=["mha", "gqa", "mqa", "normalize_qk", "features"],
-)  # fmt: skip
+ALL_ELSE = {
+    "num_kv_heads": 1, "use_bias": False, "normalize_qk": True, "qkv_features": 128,
+    "out_features": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, ALL_ELSE], ids=["mha", "gqa", "mqa"])
 def test_fifty_steps_equal_flax(options, tokens, nnx_step):
     theirs, ours = pair(decode=True, **options)
     x = tokens(50)
@@ -83,7 +82,7 @@ def test_outside_decoding_it_is_flax(tokens):
 def test_gradients_outside_decoding_are_flax(tokens):
     theirs, ours = pair(decode=False)
     x = tokens(5)
-    loss = nnx.grad(lambda model: jnp.sum(model(x, is_causal=True) ** 2))
+    loss = nnx.jit(nnx.grad(lambda model: jnp.sum(model(x, is_causal=True) ** 2)))
     jax.tree.map(np.testing.assert_array_equal, loss(ours).raw_mapping, loss(theirs).raw_mapping)
 
 
@@ -126,8 +125,8 @@ def test_any_number_of_batch_dimensions(batch, tokens):
         np.testing.assert_allclose(y, theirs(x[..., t : t + 1, :]), **TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_is_near_float32(dtype, tokens):
+def test_half_precision_is_near_float32(tokens):
+    dtype = jnp.float16
     theirs, _ = pair(decode=False)
     ours = directkv_jax.nnx.MultiHeadAttention(4, 64, dtype=dtype, decode=True, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.state(theirs, nnx.Param))

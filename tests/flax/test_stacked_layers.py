@@ -16,7 +16,7 @@ import directkv_jax.linen
 import directkv_jax.nnx
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
-L = 3
+L = 2
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 
 

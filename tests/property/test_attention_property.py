@@ -189,8 +189,10 @@ def check_step(shape, implementation, lengths, table, counts, layer, seed):
         if not readable:
             wrong_count = not 0 <= counts[b] <= shape.tokens
             valid = shape.tokens if wrong_count else counts[b]
-            assert np.isnan(out[b, :valid]).all() and np.isnan(lse[b, :valid]).all()
-            assert (out[b, valid:] == 0).all() and np.isneginf(lse[b, valid:]).all()
+            assert np.isnan(out[b, :valid]).all()
+            assert np.isnan(lse[b, :valid]).all()
+            assert (out[b, valid:] == 0).all()
+            assert np.isneginf(lse[b, valid:]).all()
         if writable:
             for t in range(counts[b]):
                 page, slot = divmod(lengths[b] + t, shape.page_size)
@@ -200,9 +202,9 @@ def check_step(shape, implementation, lengths, table, counts, layer, seed):
         n != 0 and not writable for n, (_, writable) in zip(counts, verdicts, strict=True)
     ]
     assert np.asarray(cache.lengths).tolist() == lengths
-    assert cache_builder.same_bits(
-        cache_builder.all_pages(cache), cache.layout.pack(expected)
-    ), "a page holds something else than it should"
+    assert cache_builder.same_bits(cache_builder.all_pages(cache), cache.layout.pack(expected)), (
+        "a page holds something else than it should"
+    )
     good = [b for b, (readable, _) in enumerate(verdicts) if readable]
     if good:
         at = max(0, min(layer, shape.layers - 1))
