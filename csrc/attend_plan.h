@@ -25,7 +25,8 @@ inline AttendPlan make_attend_plan(int batch, int query_tokens, int query_heads,
   plan.row_blocks = (rows + plan.rows_per_block - 1) / std::max(1, plan.rows_per_block);
   const int64_t independent = int64_t{batch} * kv_heads * std::max(1, plan.row_blocks);
   const int64_t wanted = (kTargetBlocks + independent - 1) / std::max<int64_t>(1, independent);
-  plan.splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, std::max(1, max_pages))));
+  plan.splits =
+      static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, std::max(1, max_pages))));
   return plan;
 }
 

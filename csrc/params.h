@@ -15,14 +15,14 @@ namespace directkv {
 // from memory when the kernel runs, so that a captured CUDA graph can be replayed.
 struct CacheView {
   PageLayout layout;
-  void* pages;               // [L, P, K, E]; host or device memory
-  int64_t num_layers;        // L
-  int64_t num_pages;         // P
-  const int32_t* page_table; // [B, max_pages]
-  const int32_t* lengths;    // [B] tokens already in the cache
-  const int32_t* layer;      // [] which layer of `pages`
-  int batch;                 // B
-  int max_pages;             // page table width; capacity of a row = max_pages * page_size
+  void* pages;                // [L, P, K, E]; host or device memory
+  int64_t num_layers;         // L
+  int64_t num_pages;          // P
+  const int32_t* page_table;  // [B, max_pages]
+  const int32_t* lengths;     // [B] tokens already in the cache
+  const int32_t* layer;       // [] which layer of `pages`
+  int batch;                  // B
+  int max_pages;              // page table width; capacity of a row = max_pages * page_size
 };
 
 // out = softmax(scale * q k^T) v over the cached tokens of a row followed by its fresh tokens.
@@ -74,7 +74,7 @@ struct PageCopyParams {
   const int32_t* page_ids;  // [n]
   int64_t num_layers;
   int64_t num_pages;
-  int count;                // n
+  int count;  // n
 };
 
 }  // namespace directkv

@@ -20,7 +20,9 @@ DIRECTKV_HD SoftmaxState empty_state() { return {-INFINITY, 0.0f}; }
 
 // Factor that rescales a partial sum from maximum `from` to maximum `to` (to >= from).
 // -inf - -inf is NaN, so an empty side is named: it contributes nothing.
-DIRECTKV_HD float rescale(float from, float to) { return from == -INFINITY ? 0.0f : expf(from - to); }
+DIRECTKV_HD float rescale(float from, float to) {
+  return from == -INFINITY ? 0.0f : expf(from - to);
+}
 
 // A NaN logit must survive the maximum (fmaxf drops it): it marks a row that must not look valid.
 DIRECTKV_HD float max_keep_nan(float a, float b) { return (a > b || a != a) ? a : b; }

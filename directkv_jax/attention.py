@@ -263,11 +263,11 @@ def _row_specs(specs: CacheSpecs):
 
 # Traced or not, the work is done in a jitted function: one that is merely traced by vmap would
 # otherwise dispatch each call by itself, and copy a host operand to the device first.
-_static = {"static_argnames": ("options", "name")}
-_traced_attend = jax.jit(_attend, inline=True, **_static)
+_STATIC = ("options", "name")
+_traced_attend = jax.jit(_attend, inline=True, static_argnames=_STATIC)
 _traced_append = jax.jit(_append, inline=True, static_argnames="name")
-_traced_decode = jax.jit(_decode, inline=True, **_static)
-_eager_decode = jax.jit(_decode, donate_argnames="cache", **_static)
+_traced_decode = jax.jit(_decode, inline=True, static_argnames=_STATIC)
+_eager_decode = jax.jit(_decode, donate_argnames="cache", static_argnames=_STATIC)
 _eager_append = jax.jit(_append, donate_argnames="cache", static_argnames="name")
 
 

@@ -77,7 +77,9 @@ def _tracing() -> bool:
 
 
 def _one_device_sharding(placement: str) -> NamedSharding:
-    device = default_device() or jax.local_devices()[0]
+    device = default_device()
+    if device is None or isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
     mesh = Mesh(np.array([device]), ("device",))
     return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind(placement))
 

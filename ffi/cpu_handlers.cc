@@ -21,8 +21,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key
                   int32_t host, int32_t tracked, float scale, float soft_cap, int32_t window_left) {
   AttendParams params{};
   if (auto error = make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer,
-                               *out, *lse, *workspace, {page_size, host, tracked},
-                               scale, soft_cap, window_left, &params);
+                               *out, *lse, *workspace, {page_size, host, tracked}, scale, soft_cap,
+                               window_left, &params);
       error.failure()) {
     return error;
   }
@@ -74,5 +74,7 @@ ffi::Error write_pages(ffi::ThreadPool pool, ffi::AnyBuffer pages, ffi::AnyBuffe
 }  // namespace directkv::handlers
 
 #define DIRECTKV_BIND_CONTEXT xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>()
-#define DIRECTKV_TRAITS {}
+#define DIRECTKV_TRAITS \
+  {                     \
+  }
 #include "bind_targets.inc"

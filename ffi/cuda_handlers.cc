@@ -41,9 +41,9 @@ ffi::Error attend(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key,
   const StorageAttributes attributes{page_size, host, tracked};
   if (auto error = check_residence(pages, attributes); error.failure()) return error;
   AttendParams params{};
-  if (auto error = make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer,
-                               *out, *lse, *workspace, attributes, scale, soft_cap,
-                               window_left, &params);
+  if (auto error =
+          make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer, *out, *lse,
+                      *workspace, attributes, scale, soft_cap, window_left, &params);
       error.failure()) {
     return error;
   }
@@ -97,7 +97,6 @@ ffi::Error write_pages(cudaStream_t stream, ffi::AnyBuffer pages, ffi::AnyBuffer
 }  // namespace
 }  // namespace directkv::handlers
 
-#define DIRECTKV_BIND_CONTEXT \
-  xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+#define DIRECTKV_BIND_CONTEXT xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
 #define DIRECTKV_TRAITS {xla::ffi::Traits::kCmdBufferCompatible}
 #include "bind_targets.inc"

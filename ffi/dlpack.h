@@ -1,5 +1,6 @@
-// The part of the DLPack C ABI (version 0.x, unversioned capsule) that a host pool is exported with.
-// Layout and numbers are those of the specification: https://dmlc.github.io/dlpack/latest/c_api.html
+// The part of the DLPack C ABI (version 0.x, unversioned capsule) that a host pool is exported
+// with. Layout and numbers are those of the specification:
+// https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The Python side of a native module: the FFI handlers as capsules, the registry of live caches, and
-// what a build can say about itself. Compiled once for each platform; it never sees CUDA.
+// The Python side of a native module: the FFI handlers as capsules, the registry of live caches,
+// and what a build can say about itself. Compiled once for each platform; it never sees CUDA.
 #include <pybind11/pybind11.h>
 
 #include "attend_plan.h"

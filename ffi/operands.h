@@ -19,8 +19,8 @@ inline ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("directkv: " + message);
 }
 
-#define DIRECTKV_CHECK(condition, message)    \
-  do {                                        \
+#define DIRECTKV_CHECK(condition, message)     \
+  do {                                         \
     if (!(condition)) return invalid(message); \
   } while (0)
 
@@ -52,9 +52,9 @@ inline ffi::Error make_layout(const ffi::AnyBuffer& pages, const StorageAttribut
   layout->page_size = attributes.page_size;
   layout->kv_heads = static_cast<int>(dims[2]);
   layout->head_dim = static_cast<int>(dims[3] / (int64_t{2} * attributes.page_size));
-  DIRECTKV_CHECK(layout->head_dim > 0 && layout->head_dim % 8 == 0 &&
-                     layout->tile_elements() == dims[3],
-                 "`pages` should have E = 2 * page_size * H elements in a tile");
+  DIRECTKV_CHECK(
+      layout->head_dim > 0 && layout->head_dim % 8 == 0 && layout->tile_elements() == dims[3],
+      "`pages` should have E = 2 * page_size * H elements in a tile");
   return ffi::Error::Success();
 }
 
@@ -66,7 +66,8 @@ inline ffi::Error check_in_place(const ffi::AnyBuffer& in, const ffi::AnyBuffer&
     return ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
         "directkv: the cache was not donated, so XLA copied it and this step would write into the "
-        "copy. Donate the cache, and only the cache, to the jitted function (donate_argnums); after "
+        "copy. Donate the cache, and only the cache, to the jitted function (donate_argnums); "
+        "after "
         "a deliberate copy call cache.adopt().");
   }
   return ffi::Error::Success();
@@ -93,8 +94,8 @@ inline ffi::Error make_cache_view(const ffi::AnyBuffer& pages, const Ints& page_
 }
 
 // [B, T, heads, H] of the cache's dtype.
-inline ffi::Error check_tokens(const char* name, const ffi::AnyBuffer& x, const ffi::AnyBuffer& pages,
-                               const CacheView& view, int64_t heads) {
+inline ffi::Error check_tokens(const char* name, const ffi::AnyBuffer& x,
+                               const ffi::AnyBuffer& pages, const CacheView& view, int64_t heads) {
   const auto d = x.dimensions();
   DIRECTKV_CHECK(x.element_type() == pages.element_type(),
                  std::string("`") + name + "` should have the dtype of the cache");
@@ -109,8 +110,8 @@ inline ffi::Error make_attend(const ffi::AnyBuffer& query, const ffi::AnyBuffer&
                               const Ints& page_table, const Ints& lengths, const Ints& seq_lengths,
                               const Ints& layer, const ffi::AnyBuffer& out, const Floats& lse,
                               const ffi::AnyBuffer& workspace, const StorageAttributes& attributes,
-                              float scale,
-                              float soft_cap, int32_t window_left, AttendParams* params) {
+                              float scale, float soft_cap, int32_t window_left,
+                              AttendParams* params) {
   CacheView& view = params->cache;
   if (auto e = make_cache_view(pages, page_table, lengths, layer, attributes, &view); e.failure())
     return e;
@@ -129,9 +130,9 @@ inline ffi::Error make_attend(const ffi::AnyBuffer& query, const ffi::AnyBuffer&
                  "`value` should have as many tokens as `key`");
   DIRECTKV_CHECK(seq_lengths.element_count() == static_cast<size_t>(view.batch),
                  "`seq_lengths` should have shape (B,)");
-  DIRECTKV_CHECK(out.element_count() == query.element_count() &&
-                     out.element_type() == query.element_type(),
-                 "`out` should be like `query`");
+  DIRECTKV_CHECK(
+      out.element_count() == query.element_count() && out.element_type() == query.element_type(),
+      "`out` should be like `query`");
   DIRECTKV_CHECK(
       lse.element_count() * static_cast<size_t>(view.layout.head_dim) == query.element_count(),
       "`lse` should have shape (B, T, N)");

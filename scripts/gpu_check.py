@@ -186,6 +186,7 @@ STAGES: dict[str, Callable[[Path], Counts]] = {
     "memcheck": sanitizer("memcheck"),
     "synccheck": sanitizer("synccheck"),
     "gpu": pytest("tests/gpu"),
+    "model": pytest("tests/models/test_real_model.py", "-k", "cuda"),
     "contract": pytest("tests/core", "tests/property", "-k", "cuda", parallel=True),
 }
 

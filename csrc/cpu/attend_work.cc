@@ -53,7 +53,8 @@ AttendWork plan_attend(const AttendParams& p, int page_begin, int page_end, bool
                        int threads, int max_splits) {
   const PageLayout& layout = p.cache.layout;
   const int group = p.query_heads / layout.kv_heads;
-  const int max_rows = std::min(kMaxBlockRows, kMaxBlockElements / layout.head_dim);
+  // In whole groups of 4, so that rounding a block up to them stays within the limit.
+  const int max_rows = std::min(kMaxBlockRows, kMaxBlockElements / layout.head_dim) / 4 * 4;
   AttendWork work;
   work.rows.reserve(p.cache.batch);
   int64_t bytes_of_blocks = 0;

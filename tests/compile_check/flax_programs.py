@@ -8,7 +8,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from directkv_jax.models import decoding, sampling
 from flax import nnx
 
 import directkv_jax
@@ -17,6 +16,7 @@ import directkv_jax.nnx
 from compile_check import target
 from compile_check.programs import BATCH, LAYERS, MAX_LENGTH, Program
 from directkv_jax import models
+from directkv_jax.models import decoding, sampling
 
 FEATURES, HEADS, KV_HEADS = 4096, 32, 8
 

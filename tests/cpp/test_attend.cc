@@ -125,6 +125,23 @@ TEST(attend_every_head_dim_and_dtype) {
       }
 }
 
+// Head dims that are not powers of two leave the least room in a block of query rows.
+TEST(attend_full_blocks) {
+  for (int head_dim : {136, 264, 488})
+    for (int group : {1, 3, 11, 16}) {
+      Shape s;
+      s.dtype = DType::kBF16;
+      s.head_dim = head_dim;
+      s.group = group;
+      s.kv_heads = 24;
+      s.query_tokens = group == 1 ? 62 : 6;
+      s.max_pages = 1;
+      s.layers = 2;
+      AttendCase c(s, {9}, {s.query_tokens}, 31);
+      check_everywhere(c);
+    }
+}
+
 TEST(attend_partial_merges_to_whole) {
   for (int seed = 1000; seed < 1000 + share_of(60); ++seed) {
     AttendCase c = random_case(seed);
