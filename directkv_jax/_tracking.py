@@ -16,7 +16,7 @@ def track(pages) -> bool:
     if module is None:
         return False
     for address, nbytes in memory.base_pointers(pages):
-        module.register_range(address, nbytes)
+        module.register_buffer(address, nbytes)
     return True
 
 
@@ -27,7 +27,7 @@ def untrack(pages) -> None:
     module = _registry(pages)
     if module is not None:
         for address, _ in memory.base_pointers(pages):
-            module.unregister_range(address)
+            module.unregister_buffer(address)
 
 
 def _registry(pages):

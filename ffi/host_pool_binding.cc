@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "buffer_registry.h"
 #include "dlpack.h"
 #include "host_pool.h"
-#include "pool_registry.h"
 
 namespace py = pybind11;
 
@@ -25,7 +25,7 @@ struct Export {
 
   ~Export() {
     if (!pool) return;
-    directkv::unregister_range(directkv::host_pool_data(pool));
+    directkv::unregister_buffer(directkv::host_pool_data(pool));
     directkv::host_pool_destroy(pool);
   }
 };
@@ -57,7 +57,7 @@ class HostPool {
       PyErr_SetString(PyExc_MemoryError, error.c_str());
       throw py::error_already_set();
     }
-    directkv::register_range(directkv::host_pool_data(made->pool), bytes);
+    directkv::register_buffer(directkv::host_pool_data(made->pool), bytes);
     made->shape = std::move(shape);
     auto& t = made->tensor.tensor;
     t.data = directkv::host_pool_data(made->pool);

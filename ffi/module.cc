@@ -3,7 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include "attend_plan.h"
-#include "pool_registry.h"
+#include "buffer_registry.h"
 #include "targets.h"
 
 namespace py = pybind11;
@@ -32,11 +32,11 @@ PYBIND11_MODULE(DIRECTKV_MODULE_NAME, m) {
   m.def("attend_workspace_bytes", &directkv::attend_workspace_bytes, py::arg("batch"),
         py::arg("query_tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("head_dim"),
         py::arg("max_pages"), "Bytes of the workspace result of the CUDA attend call.");
-  m.def("register_range", [](uintptr_t address, size_t bytes) {
-    directkv::register_range(reinterpret_cast<const void*>(address), bytes);
+  m.def("register_buffer", [](uintptr_t address, size_t bytes) {
+    directkv::register_buffer(reinterpret_cast<const void*>(address), bytes);
   });
-  m.def("unregister_range", [](uintptr_t address) {
-    directkv::unregister_range(reinterpret_cast<const void*>(address));
+  m.def("unregister_buffer", [](uintptr_t address) {
+    directkv::unregister_buffer(reinterpret_cast<const void*>(address));
   });
 #ifdef DIRECTKV_WITH_CUDA
   bind_host_pool(m);

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "attend_plan.h"
+#include "buffer_registry.h"
 #include "params.h"
-#include "pool_registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace directkv::handlers {
@@ -62,7 +62,7 @@ inline ffi::Error make_layout(const ffi::AnyBuffer& pages, const StorageAttribut
 inline ffi::Error check_in_place(const ffi::AnyBuffer& in, const ffi::AnyBuffer& out,
                                  const StorageAttributes& attributes) {
   DIRECTKV_CHECK(in.untyped_data() == out.untyped_data(), "the cache was not updated in place");
-  if (attributes.tracked && !range_registered(out.untyped_data())) {
+  if (attributes.tracked && !buffer_registered(out.untyped_data(), out.size_bytes())) {
     return ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
         "directkv: the cache was not donated, so XLA copied it and this step would write into the "

@@ -93,8 +93,8 @@ def append(pages, key, value, rows: Rows, storage: Storage, after=None):
 def _to(space, x):
     """`x` in another memory space. The barriers keep XLA from fusing the transfer with a reshape.
 
-    Without them XLA on a GPU makes one bitcast of both, and then refuses it: a bitcast cannot change
-    the memory space.
+    Without them XLA on a GPU makes one bitcast of both and then refuses it: a bitcast cannot
+    change the memory space.
     """
     if memory_space(x) == space:
         return x

@@ -77,19 +77,19 @@ def test_twelve_concurrent_calls_finish(implementation):
     query, _, _ = cache_builder.tokens(0, 2, 4, 8, 2, 64, "float32")
 
     @jax.jit
-    def attend_often(query):
+    def attend_often(cache, query):  # closed over, the cache would become a device constant
         outs = [
-            directkv_jax.attend(query * i, built.cache, implementation=implementation)
+            directkv_jax.attend(query * i, cache, implementation=implementation)
             for i in range(1, 13)  # independent of each other: XLA may run them at once
         ]
         return jnp.stack(outs)
 
-    expected = np.asarray(attend_often(query))
+    expected = np.asarray(attend_often(built.cache, query))
     results = [None] * 12
 
     def work(i):
         for _ in range(5):
-            results[i] = np.asarray(attend_often(query))
+            results[i] = np.asarray(attend_often(built.cache, query))
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(12)]
     for thread in threads:

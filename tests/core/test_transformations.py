@@ -176,9 +176,10 @@ print("goes on with", np.asarray(cache.lengths), cache.gather(0, 0, 0, 1)[0].sum
 
 
 def test_a_cache_that_was_not_donated_is_refused(native):
-    # A process of its own: where an earlier cache was freed, a copy could pass for that cache.
+    # A process of its own: where a cache of this size was freed, a copy could pass for that cache.
+    # -P: the installed package, not the folder of its sources.
     done = subprocess.run(
-        [sys.executable, "-c", _UNDONATED.format(name=native)], capture_output=True, text=True
+        [sys.executable, "-P", "-c", _UNDONATED.format(name=native)], capture_output=True, text=True
     )
     assert "the cache was not donated" in done.stdout, done.stdout + done.stderr
     assert "donate_argnums" in done.stdout
@@ -206,20 +207,19 @@ def test_vmap_over_queries_of_a_shared_cache(implementation, fresh, axes):
         groups = [(q, *groups[0][1:]) for q, _, _ in groups]
         key, value = groups[0][1:]
 
-    def attend(query, key, value):
+    def attend(cache, query, key, value):
         tokens = (key, value) if fresh else ()
         return directkv_jax.attend(
-            query, built.cache, *tokens, layer=1, return_residual=True,
-            implementation=implementation,
-        )  # fmt: skip
+            query, cache, *tokens, layer=1, return_residual=True, implementation=implementation
+        )
 
-    mapped = jax.vmap(attend, in_axes=(query_axis, token_axis, token_axis))
+    mapped = jax.vmap(attend, in_axes=(None, query_axis, token_axis, token_axis))
     query = np.moveaxis(query, 0, query_axis)
     if token_axis is not None:
         key, value = np.moveaxis(key, 0, token_axis), np.moveaxis(value, 0, token_axis)
-    out, lse = jax.jit(mapped)(query, key, value)
+    out, lse = jax.jit(mapped)(built.cache, query, key, value)
     for i, tokens in enumerate(groups):
-        expected, expected_lse = attend(*tokens)
+        expected, expected_lse = attend(built.cache, *tokens)
         np.testing.assert_allclose(out[i], expected, rtol=0, atol=2e-6)
         np.testing.assert_allclose(lse[i], expected_lse, rtol=0, atol=2e-5)
 
@@ -229,14 +229,10 @@ def test_vmap_over_lengths_of_a_shared_cache(implementation):
     query, _, _ = cache_builder.tokens(0, 2, 1, 4, 2, 64, "float32")
     lengths = np.int32([[7, 20], [3, 0], [0, 16]])
 
-    @jax.jit
-    @jax.vmap
-    def out_of(n):
-        return directkv_jax.attend(
-            query, built.cache.replace(lengths=n), implementation=implementation
-        )
+    def out_of(cache, n):
+        return directkv_jax.attend(query, cache.replace(lengths=n), implementation=implementation)
 
-    out = out_of(lengths)
+    out = jax.jit(jax.vmap(out_of, in_axes=(None, 0)))(built.cache, lengths)
     for i in range(3):
         oracle.check(out[i], None, "float32", query, built.keys[0], built.values[0], lengths[i])
 

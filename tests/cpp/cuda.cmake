@@ -18,8 +18,8 @@ add_executable(directkv_host_pool_tests
   ${_tests}/host_pool_limit_test.cc
   ${_tests}/host_pool_test.cc
   ${_tests}/main.cc
-  ${_tests}/pool_registry_test.cc
-  ${_kernels}/pool_registry.cc)
+  ${_tests}/buffer_registry_test.cc
+  ${_kernels}/buffer_registry.cc)
 foreach(target directkv_cuda_tests directkv_host_pool_tests)
   target_include_directories(${target} SYSTEM PRIVATE ${_cuda_includes})
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
