@@ -13,7 +13,7 @@ from directkv_jax.cli import main
 def run(*arguments, **environment):
     """The command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "directkv_jax", *arguments],
+        [sys.executable, "-P", "-m", "directkv_jax", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -171,5 +171,5 @@ def test_importing_the_package_imports_no_models():
         "print([m for m in ('flax', 'tokenizers', 'safetensors', 'gguf', 'tqdm', 'jinja2') "
         "if m in sys.modules])"
     )
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    got = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "[]"
