@@ -171,5 +171,7 @@ def test_importing_the_package_imports_no_models():
         "print([m for m in ('flax', 'tokenizers', 'safetensors', 'gguf', 'tqdm', 'jinja2') "
         "if m in sys.modules])"
     )
-    got = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    got = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
     assert got.stdout.strip() == "[]"
