@@ -1,6 +1,6 @@
 # Decides whether the CUDA kernels are built, and says why not.
 #
-# nvcc is looked for on PATH, under CUDA_HOME, and in the PyPI nvcc packages of this Python.
+# nvcc is looked for in CUDACXX, under CUDA_HOME, on PATH, and in the PyPI packages of this Python.
 set(DIRECTKV_CUDA_FOUND FALSE)
 set(DIRECTKV_CUDA_MINIMUM 12.8)  # the first to know sm_100
 
@@ -9,11 +9,14 @@ if(DIRECTKV_CUDA STREQUAL "OFF")
   return()
 endif()
 
+if(NOT CMAKE_CUDA_COMPILER AND DEFINED ENV{CUDACXX})
+  set(CMAKE_CUDA_COMPILER "$ENV{CUDACXX}")
+endif()
 if(NOT CMAKE_CUDA_COMPILER)
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c "import glob, site, sys; print(';'.join(p for s in site.getsitepackages() + sys.path for p in glob.glob(s + '/nvidia/*/bin')), end='')"
     OUTPUT_VARIABLE _wheel_dirs)
-  find_program(DIRECTKV_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
+  find_program(DIRECTKV_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
   find_program(DIRECTKV_NVCC nvcc PATHS ${_wheel_dirs} /usr/local/cuda/bin NO_DEFAULT_PATH)
   if(DIRECTKV_NVCC)
     set(CMAKE_CUDA_COMPILER "${DIRECTKV_NVCC}")
@@ -28,6 +31,17 @@ else()
   set(_release "${CMAKE_MATCH_1}")
   if(NOT _release OR _release VERSION_LESS DIRECTKV_CUDA_MINIMUM)
     set(_reason "${CMAKE_CUDA_COMPILER} is release '${_release}', older than ${DIRECTKV_CUDA_MINIMUM}")
+  endif()
+endif()
+
+if(CMAKE_CUDA_COMPILER MATCHES "/nvidia/[^/]+/bin/nvcc$")
+  # The PyPI compiler alone (JAX's CUDA extras bring it) lacks headers that come in other packages.
+  get_filename_component(_root "${CMAKE_CUDA_COMPILER}" DIRECTORY)
+  get_filename_component(_root "${_root}" DIRECTORY)
+  find_path(DIRECTKV_CCCL nv/target PATHS ${_root}/include ${_root}/include/cccl NO_DEFAULT_PATH)
+  find_file(DIRECTKV_CUDART libcudart_static.a PATHS ${_root}/lib NO_DEFAULT_PATH)
+  if(NOT DIRECTKV_CCCL OR NOT DIRECTKV_CUDART)
+    set(_reason "the PyPI nvcc is not complete; pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl")
   endif()
 endif()
 
