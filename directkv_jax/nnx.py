@@ -18,8 +18,8 @@ cache, or XLA copies all of it at every step, host to host and without a word. S
 
   cache, y = step(cache, rest, x)  # the old `cache` is gone, and so is the one inside `model`
 
-Give every other jit a model without cache: `nnx.view(model, decode=False)`. `nnx.jit` takes the same
-arguments and leaves the cache in place, but returns, and so copies, every parameter at each call.
+Give every other jit a model without cache: `nnx.view(model, decode=False)`. `nnx.jit` takes the
+same arguments and leaves the cache in place, but returns, and so copies, every parameter each time.
 
 A stack of layers shares one cache with `num_layers=L`: the cache is the carry of the scan, the
 layer index its xs, and nothing is held by the module::
