@@ -187,6 +187,7 @@ STAGES: dict[str, Callable[[Path], Counts]] = {
     "synccheck": sanitizer("synccheck"),
     "gpu": pytest("tests/gpu"),
     "model": pytest("tests/models/test_real_model.py", "-k", "cuda"),
+    "flax": pytest("tests/flax", parallel=True),
     "contract": pytest("tests/core", "tests/property", "-k", "cuda", parallel=True),
 }
 

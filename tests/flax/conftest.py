@@ -11,8 +11,15 @@ from flax import nnx
 
 import directkv_jax
 
-FEATURES = 64
+FEATURES = 256  # 4 heads of 64: what the CUDA kernels serve too
 BATCH = 2
+
+
+@pytest.fixture(autouse=True)
+def _exact_matmuls():
+    """On a GPU the projections would otherwise run in TF32, and round by their shapes."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def linen_step():
 
 @pytest.fixture
 def stacked_cache():
-    """stacked_cache(model_length, L) -> one cache of L layers with 4 KV heads of 16."""
+    """stacked_cache(model_length, L) -> one cache of L layers with 4 KV heads of 64."""
 
     def make(num_layers: int, num_kv_heads: int = 4, max_length: int = 64):
         return directkv_jax.KVCache.create(

@@ -59,7 +59,7 @@ def test_zeros_in_place_of_a_device_cache_are_refused(tokens):
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_init_cache_allocates_what_init_does(placement, tokens):
     model = Two(placement=placement)
-    dummy = jax.ShapeDtypeStruct((2, 32, 64), jnp.float32)
+    dummy = jax.ShapeDtypeStruct((2, 32, 256), jnp.float32)
     cache = directkv_jax.linen.init_cache(model, dummy, normalize=True)
     variables = model.init(jax.random.key(0), tokens(32))
     same = jax.tree.map(lambda a, b: jax.typeof(a) == jax.typeof(b), cache, variables["cache"])
@@ -96,8 +96,8 @@ def test_init_cache_refuses_what_it_cannot_make(tokens):
 
 def test_zeros_of_an_abstract_nnx_model_are_refused(tokens):
     def make():
-        model = directkv_jax.nnx.MultiHeadAttention(4, 64, decode=True, rngs=nnx.Rngs(0))
-        model.init_cache((2, 32, 64))
+        model = directkv_jax.nnx.MultiHeadAttention(4, 256, decode=True, rngs=nnx.Rngs(0))
+        model.init_cache((2, 32, 256))
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))

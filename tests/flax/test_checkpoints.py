@@ -16,8 +16,8 @@ NNX = [{"num_kv_heads": 2}, {"normalize_qk": True, "use_bias": False}]
 
 def nnx_pair(options):
     return (
-        nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0), **options),
-        directkv_jax.nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(1), **options),
+        nnx.MultiHeadAttention(4, 256, decode=False, rngs=nnx.Rngs(0), **options),
+        directkv_jax.nnx.MultiHeadAttention(4, 256, decode=False, rngs=nnx.Rngs(1), **options),
     )
 
 

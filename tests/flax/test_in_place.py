@@ -14,7 +14,7 @@ import directkv_jax.nnx
 
 
 def nnx_model():
-    model = directkv_jax.nnx.MultiHeadAttention(4, 64, rngs=nnx.Rngs(0))
+    model = directkv_jax.nnx.MultiHeadAttention(4, 256, rngs=nnx.Rngs(0))
     return nnx.view(model, decode=True, batch_size=2, max_length=64)
 
 
@@ -99,7 +99,7 @@ def test_nnx_scan_over_steps(tokens, address):
 
     cache, y = run(cache, rest, jnp.moveaxis(tokens(6), 1, 0)[:, :, None])
     held = cache["kv_cache"].get_value()
-    assert y.shape == (6, 2, 1, 64)
+    assert y.shape == (6, 2, 1, 256)
     assert address(held) == start
     assert held.lengths.tolist() == [6, 6]
 

@@ -12,7 +12,8 @@ from flax import nnx
 import directkv_jax.linen
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+# Float32 rounding of sums of some hundred products, outputs up to 6.
+TOLERANCE = {"rtol": 1e-5, "atol": 3e-5}
 Ours = directkv_jax.linen.MultiHeadDotProductAttention
 
 
@@ -23,7 +24,7 @@ def params_of(module, x):
     return jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), params)
 
 
-ALL_ELSE = {"normalize_qk": True, "use_bias": False, "qkv_features": 128, "out_features": 32}
+ALL_ELSE = {"normalize_qk": True, "use_bias": False, "qkv_features": 512, "out_features": 32}
 
 
 @pytest.mark.parametrize("options", [{}, ALL_ELSE], ids=["plain", "all_else"])
@@ -44,7 +45,7 @@ def test_fifty_steps_equal_flax(options, tokens, linen_step):
 
 def test_grouped_queries_equal_nnx(tokens, linen_step):
     kv_heads = 2
-    theirs = nnx.MultiHeadAttention(4, 64, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
+    theirs = nnx.MultiHeadAttention(4, 256, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(theirs, nnx.Param))
     x = tokens(12)
     expected = theirs(x, is_causal=True)
@@ -77,7 +78,7 @@ def test_grouped_queries_train_with_dropout_and_sown_weights(tokens):
     x = tokens(4)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = jax.jit(ours.init)(keys, x)
-    assert variables["params"]["key"]["kernel"].shape == (64, 2, 16)
+    assert variables["params"]["key"]["kernel"].shape == (256, 2, 64)
     y, state = ours.apply(
         variables, x, sow_weights=True, rngs={"dropout": jax.random.key(2)},
         mutable=["intermediates"],

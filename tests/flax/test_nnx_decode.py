@@ -13,14 +13,15 @@ from flax import nnx
 import directkv_jax.nnx
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+# Float32 rounding of sums of some hundred products, outputs up to 6.
+TOLERANCE = {"rtol": 1e-5, "atol": 3e-5}
 
 
 def pair(seed=0, **options):
     """(Flax's module, ours) with equal parameters; biases and scales are random too."""
-    theirs = nnx.MultiHeadAttention(4, 64, rngs=nnx.Rngs(seed), **options)
+    theirs = nnx.MultiHeadAttention(4, 256, rngs=nnx.Rngs(seed), **options)
     ours = directkv_jax.nnx.MultiHeadAttention(
-        4, 64, rngs=nnx.Rngs(seed + 1), page_size=16, **options
+        4, 256, rngs=nnx.Rngs(seed + 1), page_size=16, **options
     )
     params = nnx.state(theirs, nnx.Param)
     keys = iter(jax.random.split(jax.random.key(3), 16))
@@ -31,7 +32,7 @@ def pair(seed=0, **options):
 
 
 ALL_ELSE = {
-    "num_kv_heads": 1, "use_bias": False, "normalize_qk": True, "qkv_features": 128,
+    "num_kv_heads": 1, "use_bias": False, "normalize_qk": True, "qkv_features": 512,
     "out_features": 32,
 }  # fmt: skip
 
@@ -101,7 +102,7 @@ def test_ragged_rows_equal_each_row_alone(tokens, nnx_step):
     theirs, ours = pair(decode=True)
     x = tokens(20)
     expected = theirs(x, is_causal=True, decode=False)
-    ours.init_cache((2, 32, 64))
+    ours.init_cache((2, 32, 256))
     step, cache, rest = nnx_step(ours)
     done = np.zeros(2, int)
     for lengths in ([7, 3], [0, 2], [1, 1], [4, 0], [1, 5]):
@@ -128,7 +129,7 @@ def test_any_number_of_batch_dimensions(batch, tokens):
 def test_half_precision_is_near_float32(tokens):
     dtype = jnp.float16
     theirs, _ = pair(decode=False)
-    ours = directkv_jax.nnx.MultiHeadAttention(4, 64, dtype=dtype, decode=True, rngs=nnx.Rngs(0))
+    ours = directkv_jax.nnx.MultiHeadAttention(4, 256, dtype=dtype, decode=True, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.state(theirs, nnx.Param))
     x = tokens(6)
     ours.init_cache(x.shape)
@@ -136,7 +137,7 @@ def test_half_precision_is_near_float32(tokens):
     y = ours(x)
     assert y.dtype == dtype
     exact = theirs(x, is_causal=True)
-    low = nnx.MultiHeadAttention(4, 64, dtype=dtype, decode=False, rngs=nnx.Rngs(0))
+    low = nnx.MultiHeadAttention(4, 256, dtype=dtype, decode=False, rngs=nnx.Rngs(0))
     nnx.update(low, nnx.state(theirs, nnx.Param))
     error = jnp.abs(y - exact).max()
     assert error <= 3 * jnp.abs(low(x, is_causal=True) - exact).max()
@@ -161,7 +162,7 @@ def test_views_allocate_share_and_leave_behind(tokens):
 
 def test_reset_by_a_map_over_the_state(tokens):
     _, ours = pair(decode=True)
-    ours.init_cache((2, 16, 64))
+    ours.init_cache((2, 16, 256))
     first = ours(tokens(4))
     reset = jax.tree.map(
         lambda cache: cache.reset(),
@@ -174,7 +175,7 @@ def test_reset_by_a_map_over_the_state(tokens):
 
 def test_overflow_raises_eagerly_and_flags_under_jit(tokens, nnx_step):
     _, ours = pair(decode=True)
-    ours.init_cache((2, 16, 64))
+    ours.init_cache((2, 16, 256))
     ours(tokens(15))
     before = ours.kv_cache.get_value()
     keys, _ = before.gather(0, 0, 0, 15)
@@ -193,7 +194,7 @@ def test_sharded_over_kv_heads(four_devices, tokens):
     mesh = jax.make_mesh((2,), ("model",), (jax.sharding.AxisType.Auto,), devices=four_devices[:2])
     theirs, _ = pair(decode=True)
     ours = directkv_jax.nnx.MultiHeadAttention(
-        4, 64, decode=True, mesh=mesh, kv_head_axis="model", rngs=nnx.Rngs(0)
+        4, 256, decode=True, mesh=mesh, kv_head_axis="model", rngs=nnx.Rngs(0)
     )
     nnx.update(ours, nnx.state(theirs, nnx.Param))
     x = tokens(3)

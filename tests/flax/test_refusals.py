@@ -25,9 +25,9 @@ MODULE = [  # options of the module, of the call, and what the message names
 
 def nnx_module(**options):
     module = directkv_jax.nnx.MultiHeadAttention(
-        4, 64, decode=True, page_size=16, rngs=nnx.Rngs(0), **options
+        4, 256, decode=True, page_size=16, rngs=nnx.Rngs(0), **options
     )
-    module.init_cache((2, 16, 64))
+    module.init_cache((2, 16, 256))
     return module
 
 
@@ -74,7 +74,7 @@ def test_linen_refuses_custom_maths(option, tokens):
 
 
 def test_arguments_of_decoding_need_decoding(tokens, stacked_cache):
-    module = directkv_jax.nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    module = directkv_jax.nnx.MultiHeadAttention(4, 256, decode=False, rngs=nnx.Rngs(0))
     linen = directkv_jax.linen.MultiHeadDotProductAttention(num_heads=4)
     lengths = jnp.ones(2, int)
     with pytest.raises(ValueError, match=r"`query_seq_lengths` .* decode=False\. Set decode=True"):
@@ -86,7 +86,7 @@ def test_arguments_of_decoding_need_decoding(tokens, stacked_cache):
 
 
 def test_nnx_without_a_cache_names_the_remedy(tokens):
-    module = directkv_jax.nnx.MultiHeadAttention(4, 64, decode=True, rngs=nnx.Rngs(0))
+    module = directkv_jax.nnx.MultiHeadAttention(4, 256, decode=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has no cache\. Make the cache with `init_cache`"):
         module(tokens(1))
     with pytest.raises(TypeError, match="`max_length` should be given too"):
@@ -94,7 +94,7 @@ def test_nnx_without_a_cache_names_the_remedy(tokens):
     with pytest.raises(TypeError, match="`cache` should be a KVCache, but got dict"):
         module(tokens(1), cache={})
     with pytest.raises(ValueError, match="`cache_placement` should be"):
-        directkv_jax.nnx.MultiHeadAttention(4, 64, cache_placement="disk", rngs=nnx.Rngs(0))
+        directkv_jax.nnx.MultiHeadAttention(4, 256, cache_placement="disk", rngs=nnx.Rngs(0))
 
 
 def test_linen_with_an_immutable_cache_keeps_it(tokens):
@@ -131,11 +131,11 @@ def test_wrong_shapes_and_dtypes_are_refused(tokens):
     module = nnx_module()
     with pytest.raises(ValueError, match=r"should have shape .*B=2.* but got"):
         module(tokens(1, (3,)))
-    with pytest.raises(ValueError, match="`inputs_q` should have in_features=64"):
+    with pytest.raises(ValueError, match="`inputs_q` should have in_features=256"):
         module(jnp.zeros((2, 1, 32)))
     with pytest.raises(ValueError, match="`inputs_k` should be given"):
         module(tokens(1), None, tokens(1))
-    module.init_cache((2, 16, 64), dtype=jnp.bfloat16)
+    module.init_cache((2, 16, 256), dtype=jnp.bfloat16)
     with pytest.raises(TypeError, match="dtype of the cache, bfloat16, but got float32"):
         module(tokens(1))
     uneven = directkv_jax.linen.MultiHeadDotProductAttention(num_heads=4, num_kv_heads=3)

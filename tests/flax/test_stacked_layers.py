@@ -17,14 +17,15 @@ import directkv_jax.nnx
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 L = 2
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+# Float32 rounding of sums of some hundred products, outputs up to 6.
+TOLERANCE = {"rtol": 1e-5, "atol": 3e-5}
 
 
 class NnxBlock(nnx.Module):
     def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.norm = nnx.LayerNorm(256, rngs=rngs)
         self.attention = directkv_jax.nnx.MultiHeadAttention(
-            4, 64, num_kv_heads=2, decode=False, rngs=rngs
+            4, 256, num_kv_heads=2, decode=False, rngs=rngs
         )
 
     def __call__(self, x, cache, layer, **options):
