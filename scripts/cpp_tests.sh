@@ -31,10 +31,10 @@ case $target in
     python=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')
     options+=(
       -DDIRECTKV_CUDA=ON -DDIRECTKV_BUILD_TESTS=ON -DDIRECTKV_ALLOW_NEWER_FFI=ON
-      -DCMAKE_CUDA_ARCHITECTURES=90-real -DPython_EXECUTABLE="$python"
+      "-DCMAKE_CUDA_ARCHITECTURES=90-real;90-virtual" -DPython_EXECUTABLE="$python"
       -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)"
     )
-    make=(--target directkv_cuda_tests directkv_cuda_emulated_tests directkv_host_pool_tests)
+    make=(--target _native_cuda directkv_cuda_tests directkv_cuda_emulated_tests directkv_host_pool_tests)
     select=(--tests-regex 'cuda|host_pool')
     ;;
   *) echo "unknown target $target" >&2 && exit 2 ;;
