@@ -75,7 +75,7 @@ class KVCache:
           num_layers: L, layers of equal shape that share this page table.
           dtype: bfloat16, float16 or float32.
           page_size: tokens per page, a multiple of 16. A fetch is one page of one head,
-            `2 * page_size * H * itemsize` bytes; below 4 KiB the link is not used well.
+            `2 * page_size * H * itemsize` bytes; short runs use a link badly.
           num_pages: P; default `B * max_pages`, and row b then owns pages `b * max_pages` and on.
             With any other number the page table starts out of range and is the caller's to fill.
           placement: "host" or "device".
@@ -222,7 +222,6 @@ class KVCache:
           ValueError: eagerly, if a row would exceed its capacity. Under jit it is flagged instead.
         """
         _checks.check_alive(self)
-        _checks.check_cache(self)
         return _rows.advance(self, _checks.check_rows_argument("n", n, self.batch))
 
     def truncate(self, lengths) -> KVCache:
@@ -234,7 +233,6 @@ class KVCache:
             and are flagged.
         """
         _checks.check_alive(self)
-        _checks.check_cache(self)
         return _rows.truncate(self, _checks.check_rows_argument("lengths", lengths, self.batch))
 
     def take_rows(self, rows) -> KVCache:
@@ -243,7 +241,6 @@ class KVCache:
         For repeats, as beams need, use `fork`. Under jit a repeated row is flagged.
         """
         _checks.check_alive(self)
-        _checks.check_cache(self)
         return _rows.take_rows(self, rows)
 
     def fork(self, rows) -> KVCache:
@@ -261,7 +258,6 @@ class KVCache:
         Pages that such a row shares with another by `fork` are exchanged for free ones.
         """
         _checks.check_alive(self)
-        _checks.check_cache(self)
         mask = jnp.ones((self.batch,), bool) if rows is None else jnp.asarray(rows)
         if mask.dtype != jnp.bool_ or mask.shape != (self.batch,):
             raise TypeError(
