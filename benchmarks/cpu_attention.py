@@ -20,13 +20,13 @@ import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import _record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import directkv_jax
 from directkv_jax import _native
+from directkv_jax.bench import record
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CACHES_OVER = 6  # the cache is this many last-level caches
@@ -40,7 +40,7 @@ def read_bandwidth(seconds: float = 2.0) -> dict[str, float]:
     that a slow one cannot flatter the kernel's share.
     """
     workers = len(os.sched_getaffinity(0))
-    array = np.ones(max(1 << 28, CACHES_OVER * _record.last_level_cache_bytes() // 4), np.float32)
+    array = np.ones(max(1 << 28, CACHES_OVER * record.last_level_cache_bytes() // 4), np.float32)
     chunks = np.array_split(array, workers)
     reductions = {
         "dot": lambda chunk: np.dot(chunk, chunk),
@@ -100,7 +100,7 @@ def step_times(cache, implementation: str, calls: int, repeats: int) -> list[flo
 def measure(length: int, dtype, repeats: int) -> dict:
     """One row: the kernel and XLA on the same cache."""
     per_layer = 2 * length * KV_HEADS * HEAD_DIM * jnp.dtype(dtype).itemsize
-    layers = max(2, -(-CACHES_OVER * _record.last_level_cache_bytes() // per_layer))
+    layers = max(2, -(-CACHES_OVER * record.last_level_cache_bytes() // per_layer))
     cache = filled_cache(length, dtype, layers)
     cpu = step_times(cache, "cpu", layers, repeats)
     xla = step_times(cache, "xla", 2, max(3, repeats // 5))
@@ -158,7 +158,7 @@ def main() -> None:
             "read_bandwidth_gb_per_s": bandwidth,
             "rows": rows,
         }
-        print(_record.write(result, "cpu-attention", options.output))
+        print(record.write(result, "cpu-attention", options.output))
 
 
 if __name__ == "__main__":

@@ -45,13 +45,15 @@ struct AttendParams {
   const int32_t* seq_lengths;  // [B]
   void* out;                   // [B, T, N, H]      cache dtype
   float* lse;                  // [B, T, N]         natural log of the sum of exp(logits)
-  void* workspace;             // uninitialised; attend_workspace_bytes() of attend_plan.h
+  void* workspace;             // uninitialised; attend_workspace_bytes() of the attend_plan.h
   int query_tokens;            // T
   int fresh_tokens;            // 0 or T
   int query_heads;             // N
   float scale;                 // multiplies q.k
   float soft_cap;              // > 0: logits = soft_cap * tanh(scale * q.k / soft_cap); 0: off
   int window_left;             // >= 0: see above; -1: off
+  int num_ctas;                // CUDA: thread blocks to spread over; 0: chosen from the link
+  bool pages_on_host;          // CUDA: `pages` is host memory, read over the link
 };
 
 // Writes seq_lengths[b] new tokens of each row at positions lengths[b]..., all or none: a row whose

@@ -113,6 +113,17 @@ def check_window(local_window_size) -> int:
     return int(left)
 
 
+def check_num_ctas(num_ctas) -> int:
+    """`num_ctas` as the kernels take it: 0 for None."""
+    if num_ctas is None:
+        return 0
+    if isinstance(num_ctas, bool) or not isinstance(num_ctas, (int, np.integer)):
+        raise TypeError(f"`num_ctas` should be an int or None, but got {num_ctas!r}.")
+    if not 1 <= num_ctas <= 1 << 16:
+        raise ValueError(f"`num_ctas` should be from 1 to 65536 or None, but got {num_ctas}.")
+    return int(num_ctas)
+
+
 def check_values(cache, seq_lengths, writes: bool) -> None:
     """What can be checked only where values are known: eager calls.
 

@@ -12,6 +12,10 @@ ATTEND = "directkv_attend"
 APPEND = "directkv_append"
 READ_PAGES = "directkv_read_pages"
 WRITE_PAGES = "directkv_write_pages"
+# Of the CUDA module alone, for `directkv_jax.bench`.
+BENCH_MARK = "directkv_bench_mark"
+BENCH_READ = "directkv_bench_read"
+NAIVE_ATTEND = "directkv_naive_attend"
 
 _MODULES = {"cpu": "directkv_jax._native_cpu", "cuda": "directkv_jax._native_cuda"}
 _FFI_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}

@@ -19,7 +19,7 @@ from directkv_jax.implementations._base import Options, Request, Rows
 def decode_attention(
     query, key, value, cache: KVCache, *, layer=0, query_seq_lengths=None, scale=None,
     logits_soft_cap=None, local_window_size=None, sinks=None, return_residual=False,
-    implementation=None,
+    implementation=None, num_ctas=None,
 ):  # fmt: skip
     """Attends to the cached tokens and the new ones, then appends the new ones to the cache.
 
@@ -55,6 +55,9 @@ def decode_attention(
       return_residual: also return the log-sum-exp of the logits.
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.
+      num_ctas: at most how many thread blocks (CTAs) the CUDA kernel spreads over; None chooses
+        from the link: few for a host cache, which leaves the rest of the GPU free. The others
+        ignore it.
 
     Returns:
       `(out, cache)`, or `((out, lse), cache)` with `return_residual`. out is `[B, T, N, H]`; lse is
@@ -70,7 +73,7 @@ def decode_attention(
         raise TypeError("`key` and `value` are required; use `attend` to read only.")
     call = _prepare(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
-        local_window_size, sinks, implementation,
+        local_window_size, sinks, implementation, num_ctas,
     )  # fmt: skip
     run: Any = _traced_decode
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
@@ -86,7 +89,7 @@ def decode_attention(
 def attend(
     query, cache: KVCache, key=None, value=None, *, layer=0, query_seq_lengths=None, scale=None,
     logits_soft_cap=None, local_window_size=None, sinks=None, return_residual=False,
-    implementation=None,
+    implementation=None, num_ctas=None,
 ):  # fmt: skip
     """Attends without writing: to the cached tokens, and to fresh ones if they are given.
 
@@ -101,7 +104,7 @@ def attend(
         raise TypeError("`key` and `value` should be given both or neither.")
     call = _prepare(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
-        local_window_size, sinks, implementation,
+        local_window_size, sinks, implementation, num_ctas,
     )  # fmt: skip
     if not any_tracer(query, key, value, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
@@ -178,7 +181,7 @@ class _Call:
 
 def _prepare(
     query, key, value, cache, layer, query_seq_lengths, scale, soft_cap, window, sinks,
-    implementation,
+    implementation, num_ctas,
 ) -> _Call:  # fmt: skip
     if sinks is not None:
         raise NotImplementedError("`sinks` is reserved and not supported yet; pass None.")
@@ -189,7 +192,10 @@ def _prepare(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"`logits_soft_cap` should be positive or None, but got {soft_cap!r}.")
     scale = 1.0 / math.sqrt(cache.head_dim) if scale is None else float(scale)
-    options = Options(cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window))
+    options = Options(
+        cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window),
+        _checks.check_num_ctas(num_ctas),
+    )  # fmt: skip
     return _Call(
         tokens,
         _checks.check_layer(layer, cache.num_layers),

@@ -1,4 +1,5 @@
 // XLA FFI handlers of the CPU kernels.
+#include "cpu/attend_plan.h"
 #include "cpu/kernels.h"
 #include "operands.h"
 #include "targets.h"
@@ -18,14 +19,19 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key
                   ffi::AnyBuffer value, ffi::AnyBuffer pages, Ints page_table, Ints lengths,
                   Ints seq_lengths, Ints layer, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<Floats> lse, ffi::Result<ffi::AnyBuffer> workspace, int32_t page_size,
-                  int32_t host, int32_t tracked, float scale, float soft_cap, int32_t window_left) {
+                  int32_t host, int32_t tracked, float scale, float soft_cap, int32_t window_left,
+                  int32_t num_ctas) {
   AttendParams params{};
-  if (auto error = make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer,
-                               *out, *lse, *workspace, {page_size, host, tracked}, scale, soft_cap,
-                               window_left, &params);
+  if (auto error =
+          make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer, *out, *lse,
+                      {page_size, host, tracked}, scale, soft_cap, window_left, num_ctas, &params);
       error.failure()) {
     return error;
   }
+  const int64_t needed = cpu::attend_workspace_bytes(
+      params.cache.batch, params.query_tokens, params.query_heads, params.cache.layout.kv_heads,
+      params.cache.layout.head_dim, params.cache.max_pages);
+  if (auto error = set_workspace(*workspace, needed, &params); error.failure()) return error;
   cpu::attend(params, make_executor(pool));
   return ffi::Error::Success();
 }

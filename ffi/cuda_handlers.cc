@@ -2,6 +2,7 @@
 // while it captures a CUDA graph, and replay what they launched.
 #include <cuda_runtime_api.h>
 
+#include "cuda/attend_plan.h"
 #include "cuda/kernels.h"
 #include "operands.h"
 #include "targets.h"
@@ -37,19 +38,24 @@ ffi::Error attend(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key,
                   ffi::AnyBuffer value, ffi::AnyBuffer pages, Ints page_table, Ints lengths,
                   Ints seq_lengths, Ints layer, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Result<Floats> lse, ffi::Result<ffi::AnyBuffer> workspace, int32_t page_size,
-                  int32_t host, int32_t tracked, float scale, float soft_cap, int32_t window_left) {
+                  int32_t host, int32_t tracked, float scale, float soft_cap, int32_t window_left,
+                  int32_t num_ctas) {
   const StorageAttributes attributes{page_size, host, tracked};
   if (auto error = check_residence(pages, attributes); error.failure()) return error;
   AttendParams params{};
   if (auto error =
           make_attend(query, key, value, pages, page_table, lengths, seq_lengths, layer, *out, *lse,
-                      *workspace, attributes, scale, soft_cap, window_left, &params);
+                      attributes, scale, soft_cap, window_left, num_ctas, &params);
       error.failure()) {
     return error;
   }
   const PageLayout& layout = params.cache.layout;
   DIRECTKV_CHECK(cuda::attend_supported(layout.dtype, layout.head_dim),
                  "no CUDA kernel for head dim " + std::to_string(layout.head_dim));
+  const int64_t needed = cuda::attend_workspace_bytes(
+      itemsize(layout.dtype), params.cache.batch, params.query_tokens, params.query_heads,
+      layout.kv_heads, layout.head_dim, int64_t{params.cache.max_pages} * layout.page_size);
+  if (auto error = set_workspace(*workspace, needed, &params); error.failure()) return error;
   return to_error(cuda::attend(params, stream), "attend");
 }
 

@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "attend_plan.h"
 #include "buffer_registry.h"
 #include "params.h"
 #include "xla/ffi/api/ffi.h"
@@ -109,9 +108,8 @@ inline ffi::Error make_attend(const ffi::AnyBuffer& query, const ffi::AnyBuffer&
                               const ffi::AnyBuffer& value, const ffi::AnyBuffer& pages,
                               const Ints& page_table, const Ints& lengths, const Ints& seq_lengths,
                               const Ints& layer, const ffi::AnyBuffer& out, const Floats& lse,
-                              const ffi::AnyBuffer& workspace, const StorageAttributes& attributes,
-                              float scale, float soft_cap, int32_t window_left,
-                              AttendParams* params) {
+                              const StorageAttributes& attributes, float scale, float soft_cap,
+                              int32_t window_left, int32_t num_ctas, AttendParams* params) {
   CacheView& view = params->cache;
   if (auto e = make_cache_view(pages, page_table, lengths, layer, attributes, &view); e.failure())
     return e;
@@ -142,15 +140,19 @@ inline ffi::Error make_attend(const ffi::AnyBuffer& query, const ffi::AnyBuffer&
   params->seq_lengths = seq_lengths.typed_data();
   params->out = out.untyped_data();
   params->lse = lse.typed_data();
-  const int64_t needed =
-      attend_workspace_bytes(view.batch, params->query_tokens, params->query_heads, heads,
-                             view.layout.head_dim, view.max_pages);
-  DIRECTKV_CHECK(static_cast<int64_t>(workspace.size_bytes()) >= needed,
-                 "the workspace should have " + std::to_string(needed) + " bytes");
-  params->workspace = workspace.untyped_data();
   params->scale = scale;
   params->soft_cap = soft_cap;
   params->window_left = window_left;
+  params->num_ctas = num_ctas;
+  params->pages_on_host = attributes.host != 0;
+  return ffi::Error::Success();
+}
+
+inline ffi::Error set_workspace(const ffi::AnyBuffer& workspace, int64_t needed,
+                                AttendParams* params) {
+  DIRECTKV_CHECK(static_cast<int64_t>(workspace.size_bytes()) >= needed,
+                 "the workspace should have " + std::to_string(needed) + " bytes");
+  params->workspace = workspace.untyped_data();
   return ffi::Error::Success();
 }
 

@@ -9,6 +9,12 @@
 //                         -> pages (aliased)     {page_size host tracked}
 //   directkv_read_pages   pages page_ids      -> data             {page_size host tracked}
 //   directkv_write_pages  pages data page_ids -> pages (aliased)  {page_size host tracked}
+//
+// Only in the CUDA module, for the benchmarks (csrc/cuda/bench):
+//   directkv_bench_mark    x -> x (aliased)            {slot spin_us}
+//   directkv_bench_read    data after -> checksums     {bytes}
+//   directkv_naive_attend  query key_cache value_cache lengths
+//                          -> out workspace            {host scale}
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
@@ -19,7 +25,13 @@
   V("directkv_read_pages", DirectkvReadPages) \
   V("directkv_write_pages", DirectkvWritePages)
 
+#define DIRECTKV_BENCH_TARGETS(V)             \
+  V("directkv_bench_mark", DirectkvBenchMark) \
+  V("directkv_bench_read", DirectkvBenchRead) \
+  V("directkv_naive_attend", DirectkvNaiveAttend)
+
 #define DIRECTKV_DECLARE_HANDLER(name, symbol) \
   extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame);
 DIRECTKV_TARGETS(DIRECTKV_DECLARE_HANDLER)
+DIRECTKV_BENCH_TARGETS(DIRECTKV_DECLARE_HANDLER)
 #undef DIRECTKV_DECLARE_HANDLER

@@ -7,6 +7,7 @@ the same day and commit replaces only the stages it ran: long checks can be spli
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -22,10 +23,19 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "gpu-check"
 CPP = WORK / "cpp"
 FIGURES = WORK / "figures.json"
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
-import _record  # noqa: E402
 
+def _load(path: Path):
+    """A module by its path: nothing of the package is installed yet."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+record = _load(ROOT / "directkv_jax" / "bench" / "record.py")
 Counts = dict[str, int]
 
 
@@ -42,20 +52,20 @@ def main() -> int:
         parser.error(f"unknown stages {sorted(unknown)}; there are {list(STAGES)}")
     os.environ.setdefault("DIRECTKV_CHECK_WORKERS", str(options.workers))
     WORK.mkdir(parents=True, exist_ok=True)
-    record = Record(options.output)
+    check = Record(options.output)
     for name in options.stages or STAGES:
-        record.run(name, STAGES[name])
-    record.show()
-    return 1 if record.total("failed") else 0
+        check.run(name, STAGES[name])
+    check.show()
+    return 1 if check.total("failed") else 0
 
 
 class Record:
     """The stages so far, and the file they are kept in."""
 
     def __init__(self, output: str | None):
-        self.output, self.stamp, self.ran = output, _record.stamp(), set[str]()
-        self.name = f"{_record.gpu_slug()}-check"
-        path = Path(output or _record.RESULTS) / f"{self.stamp['date'][:10]}-{self.name}.json"
+        self.output, self.stamp, self.ran = output, record.stamp(), set[str]()
+        self.name = f"{record.gpu_slug()}-check"
+        path = Path(output or record.results()) / f"{self.stamp['date'][:10]}-{self.name}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         same = known.get("commit") == self.stamp["commit"]
         self.stages = known.get("stages", {}) if same else {}
@@ -86,7 +96,7 @@ class Record:
         """Writes the record as it stands."""
         counts = {what: self.total(what) for what in ("passed", "failed", "skipped")}
         result = {**self.stamp, "check": "gpu", **counts, "stages": self.stages}
-        return _record.write({**result, "figures": self.figures}, self.name, self.output)
+        return record.write({**result, "figures": self.figures}, self.name, self.output)
 
     def show(self) -> None:
         """A short table."""
@@ -238,8 +248,6 @@ def _output(*command: str) -> str:
 
 
 def _has(module: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(module) is not None
 
 

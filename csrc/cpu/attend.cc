@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../attend_plan.h"
 #include "../softmax_state.h"
+#include "attend_plan.h"
 #include "attend_work.h"
 #include "convert.h"
 #include "isa.h"

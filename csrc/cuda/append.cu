@@ -3,7 +3,7 @@
 
 #include "device.cuh"
 #include "kernels.h"
-#include "work_split.cuh"
+#include "work_list.cuh"
 
 namespace directkv::cuda {
 namespace {

@@ -1,8 +1,9 @@
-// attend: picks the instance for dtype and head dim, then merges its splits.
-#include <algorithm>
+// attend: picks the instance for dtype and head dim, then merges what was cut between its CTAs.
+#include <cstdint>
 
 #include "attend_instances.h"
 #include "kernels.h"
+#include "merge.cuh"
 
 namespace directkv::cuda {
 
@@ -12,7 +13,8 @@ DIRECTKV_HEAD_DIMS(DIRECTKV_DECLARE_ATTEND, kF32)
 
 namespace {
 
-using LaunchAttend = cudaError_t (*)(const AttendParams&, const AttendGrid&, cudaStream_t);
+using LaunchAttend = cudaError_t (*)(const AttendParams&, const AttendPlan&, const DeviceLimits&,
+                                     AttendGrid*, cudaStream_t);
 
 template <DType kDType>
 LaunchAttend find_head_dim(int head_dim) {
@@ -34,17 +36,33 @@ LaunchAttend find_attend(DType dtype, int head_dim) {
   return nullptr;
 }
 
-cudaError_t launch_merge(const AttendParams& p, int splits, cudaStream_t stream) {
+cudaError_t launch_merge(const AttendParams& p, const AttendGrid& grid, cudaStream_t stream) {
   const int64_t queries = int64_t{p.cache.batch} * p.query_tokens * p.query_heads;
   switch (p.cache.layout.dtype) {
     case DType::kBF16:
-      return launch(merge_kernel<DType::kBF16>, queries, kMergeThreads, 0, stream, p, splits);
+      return launch(merge_kernel<DType::kBF16>, queries, kMergeThreads, 0, stream, p, grid);
     case DType::kF16:
-      return launch(merge_kernel<DType::kF16>, queries, kMergeThreads, 0, stream, p, splits);
+      return launch(merge_kernel<DType::kF16>, queries, kMergeThreads, 0, stream, p, grid);
     case DType::kF32:
-      return launch(merge_kernel<DType::kF32>, queries, kMergeThreads, 0, stream, p, splits);
+      return launch(merge_kernel<DType::kF32>, queries, kMergeThreads, 0, stream, p, grid);
   }
   return cudaErrorInvalidValue;
+}
+
+// Tokens that lie together in every page: a power of two, at most a tile.
+int box_tokens(int page_size, int tile) {
+  int box = tile;
+  while (page_size % box != 0) box /= 2;
+  return box;
+}
+
+// The kernels count tiles in int32.
+bool too_much_work(const AttendParams& p, const AttendPlan& plan, int tile) {
+  const int64_t tiles =
+      int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks *
+      (int64_t{p.cache.max_pages} * p.cache.layout.page_size / tile + p.fresh_tokens / tile + 2);
+  const int64_t stored = p.cache.num_layers * p.cache.num_pages * p.cache.layout.kv_heads;
+  return tiles > INT32_MAX || stored > INT32_MAX;
 }
 
 }  // namespace
@@ -60,16 +78,20 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
       (p.fresh_tokens != 0 && p.fresh_tokens != p.query_tokens)) {
     return cudaErrorInvalidValue;
   }
-  const AttendPlan plan = make_attend_plan(p.cache.batch, p.query_tokens, p.query_heads,
-                                           layout.kv_heads, p.cache.max_pages);
-  // The workspace depends on the splits alone, so a head dim with less room takes smaller blocks.
-  const int rows = p.query_tokens * (p.query_heads / layout.kv_heads);
-  AttendGrid grid;
-  grid.rows_per_block = std::min(plan.rows_per_block, max_rows(layout.head_dim));
-  grid.row_blocks = (rows + grid.rows_per_block - 1) / grid.rows_per_block;
-  grid.splits = plan.splits;
-  const cudaError_t status = launch_partial(p, grid, stream);
-  return status != cudaSuccess ? status : launch_merge(p, grid.splits, stream);
+  const int item = itemsize(layout.dtype), tile = tile_tokens(item, layout.head_dim);
+  const AttendPlan plan =
+      make_attend_plan(item, p.cache.batch, p.query_tokens, p.query_heads, layout.kv_heads,
+                       layout.head_dim, int64_t{p.cache.max_pages} * layout.page_size);
+  if (too_much_work(p, plan, tile)) return cudaErrorInvalidConfiguration;
+  AttendGrid grid = {};
+  grid.tokens_per_block = plan.tokens_per_block;
+  grid.rows_per_block = plan.rows_per_block;
+  grid.row_blocks = plan.row_blocks;
+  while (grid.tile_tokens() < tile) ++grid.tile_shift;
+  grid.inverse_group = 1.0f / static_cast<float>(p.query_heads / layout.kv_heads);
+  grid.box_tokens = box_tokens(layout.page_size, tile);
+  const cudaError_t status = launch_partial(p, plan, device_limits(), &grid, stream);
+  return status != cudaSuccess ? status : launch_merge(p, grid, stream);
 }
 
 }  // namespace directkv::cuda

@@ -11,8 +11,8 @@
   INSTANCE(dtype, 128)                      \
   INSTANCE(dtype, 256)
 
-#define DIRECTKV_DEFINE_ATTEND(dtype, head_dim)                                   \
-  template cudaError_t launch_attend<DType::dtype, head_dim>(const AttendParams&, \
-                                                             const AttendGrid&, cudaStream_t);
+#define DIRECTKV_DEFINE_ATTEND(dtype, head_dim)               \
+  template cudaError_t launch_attend<DType::dtype, head_dim>( \
+      const AttendParams&, const AttendPlan&, const DeviceLimits&, AttendGrid*, cudaStream_t);
 
 #define DIRECTKV_DECLARE_ATTEND(dtype, head_dim) extern DIRECTKV_DEFINE_ATTEND(dtype, head_dim)

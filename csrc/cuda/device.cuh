@@ -1,6 +1,6 @@
-// The few machine operations the kernels use beyond C++: dynamic shared memory, asynchronous
-// copies into it, and the launch. Under DIRECTKV_EMULATE_CUDA the same kernels are compiled by a
-// host compiler and these come from tests/cpp/cuda_emulation.h.
+// The machine operations the kernels use beyond C++: shared memory, asynchronous copies into it,
+// barriers, and the launch. Under DIRECTKV_EMULATE_CUDA the same kernels are compiled by a host
+// compiler and these come from tests/cpp/cuda_emulation.h.
 #pragma once
 
 #if defined(DIRECTKV_EMULATE_CUDA)
@@ -12,39 +12,111 @@
 #include <cstddef>
 #include <cstdint>
 
+// The copy engine of an SM (bulk copies that complete on a barrier) came with compute
+// capability 9.0.
+#if defined(DIRECTKV_EMULATE_CUDA) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#define DIRECTKV_BULK_COPIES 1
+#else
+#define DIRECTKV_BULK_COPIES 0
+#endif
+
 namespace directkv::cuda {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 #if !defined(DIRECTKV_EMULATE_CUDA)
 
+// Aligned for copies with a 128-byte swizzle, whose pattern repeats every 1024 bytes.
 __device__ __forceinline__ unsigned char* dynamic_shared() {
-  extern __shared__ __align__(128) unsigned char storage[];
+  extern __shared__ __align__(1024) unsigned char storage[];
   return storage;
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
 // Starts copying 16 bytes from global memory (device or mapped host) to shared memory, past L1.
 // Both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
 }
 
-// Closes this thread's group of copies (empty groups count too).
-__device__ __forceinline__ void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
+// A barrier in shared memory: a phase is over when the announced arrivals and bytes have come.
+using Barrier = uint64_t;
+
+__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
 }
 
-// Waits until at most `kPending` of this thread's newest groups are unfinished.
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// After the last barrier_init, before the __syncthreads() that lets others use the barriers.
+__device__ __forceinline__ void barrier_init_fence() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
+  asm volatile(
+      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+      : "memory");
+}
+
+// Arrives once this thread's copy_async_16 so far have landed; does not wait for it.
+__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Waits for the end of the phase of this parity; that of a fresh barrier's phase before the first
+// (parity 1) is over.
+__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
+  unsigned done;
+  do {
+#if DIRECTKV_BULK_COPIES
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#endif
+  } while (!done);
+}
+
+#if DIRECTKV_BULK_COPIES
+// Arrives and announces bytes that bulk copies will bring.
+__device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+#endif
+
+// Ordinary writes to shared memory so far come before a later bulk copy over the same place.
+__device__ __forceinline__ void fence_before_bulk_copies() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// __syncthreads() among `threads` threads of the CTA, a multiple of 32. `id`: 1 to 15.
+__device__ __forceinline__ void sync_some(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // The status is that of this launch alone: an older error of the process is not picked up.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-                   cudaStream_t stream, Args... args) {
+                   cudaStream_t stream, const Args&... args) {
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Above 48 KiB, the kernel's static share included, a launch must have asked for it.
   if (shared_bytes > 32 * 1024) {

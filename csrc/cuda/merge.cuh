@@ -1,60 +1,82 @@
-// The partial states in the workspace, and the kernel that merges the splits of every query.
+// The kernel that merges the partial states of units cut between CTAs, and answers for queries that
+// have no unit: those that are not valid, see nothing, or stand in a row that cannot be served.
 #pragma once
 
-#include "../attend_plan.h"
-#include "../softmax_state.h"
-#include "elements.cuh"
+#include "segment_output.cuh"
 
 namespace directkv::cuda {
-
-// o [splits, B, T, N, H], then m and l [splits, B, T, N], all float32.
-struct PartialStates {
-  float* o;
-  float* m;
-  float* l;
-  int64_t queries;  // B * T * N: slots of one split
-
-  __host__ __device__ PartialStates(const AttendParams& p, int splits)
-      : o(static_cast<float*>(p.workspace)),
-        queries(int64_t{p.cache.batch} * p.query_tokens * p.query_heads) {
-    m = o + splits * queries * p.cache.layout.head_dim;
-    l = m + splits * queries;
-  }
-};
 
 constexpr int kMergeThreads = 128;
 
 // One CTA per query (b, t, n). The threads stand in sets of H/4, one thread per 4 columns; a set
-// takes every sets-th split.
-//
-// A split that saw nothing has m = -inf and wrote no o. A row that cannot be served has m = NaN.
+// takes every sets-th partial state.
 template <DType kDType>
 __global__ void __launch_bounds__(kMergeThreads)
-    merge_kernel(const __grid_constant__ AttendParams p, int splits) {
+    merge_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ AttendGrid grid) {
   __shared__ float warp_max[kMergeThreads / 32];
   __shared__ __align__(16) float sums[4 * kMergeThreads];  // one float4 per thread
   __shared__ float weights[kMergeThreads];                 // sum of l of each set
 
   using E = typename Element<kDType>::type;
-  const int thread = static_cast<int>(threadIdx.x), head_dim = p.cache.layout.head_dim;
+  const CacheView& cache = p.cache;
+  const int thread = static_cast<int>(threadIdx.x), head_dim = cache.layout.head_dim;
   const int64_t query = blockIdx.x;
   const int64_t row_token = query / p.query_heads;
   const int b = static_cast<int>(row_token / p.query_tokens);
   const int t = static_cast<int>(row_token % p.query_tokens);
-  const int seq = p.seq_lengths[b];
-  E* out = static_cast<E*>(p.out) + query * head_dim;
-
-  if (seq >= 0 && seq <= p.query_tokens && t >= seq) {  // not a valid query: nothing was computed
+  E* const out = static_cast<E*>(p.out) + query * head_dim;
+  const auto answer = [&](float value, float lse) {
     for (int h = thread; h < head_dim; h += kMergeThreads)
-      out[h] = Element<kDType>::from_float(0.0f);
-    if (thread == 0) p.lse[query] = -INFINITY;
-    return;
-  }
+      out[h] = Element<kDType>::from_float(value);
+    if (thread == 0) p.lse[query] = lse;
+  };
 
-  const PartialStates states(p, splits);
+  const int seq = p.seq_lengths[b];
+  const bool seq_ok = seq >= 0 && seq <= p.query_tokens;
+  if (seq_ok && t >= seq) return answer(0.0f, -INFINITY);  // not a valid query
+
+  // One page id out of range among those that any query of the row needs makes all of them NaN.
+  const int64_t length = cache.lengths[b];
+  bool bad =
+      !seq_ok || length < 0 || length > capacity(cache) || !layer_in_range(cache, *cache.layer);
+  if (!bad) {
+    const int page_size = cache.layout.page_size;
+    const int64_t first = first_seen(length, 0, p.window_left);
+    const PageRange pages = {static_cast<int>(first / page_size),
+                             static_cast<int>((length + page_size - 1) / page_size)};
+    bad = first < length &&
+          any_bad_page(cache.page_table + int64_t{b} * cache.max_pages, pages, cache.num_pages);
+  }
+  if (__syncthreads_or(bad)) return answer(NAN, NAN);
+
+  const int group = p.query_heads / cache.layout.kv_heads;
+  const int n = static_cast<int>(query % p.query_heads), k = n / group;
+  const int block = t / grid.tokens_per_block;
+  const RowWork row(p, b);
+  const Unit unit(p, grid, row, block);
+  if (unit.tiles == 0) return answer(0.0f, -INFINITY);
+
+  const WorkTotals totals(p, grid, b);
+  int begin = totals.before;
+  int per_head = 0;
+  for (int i = 0; i < grid.row_blocks; ++i) {
+    const int tiles = Unit(p, grid, row, i).tiles;
+    per_head += tiles;
+    if (i < block) begin += tiles;
+  }
+  begin += k * per_head;
+  const WorkSplit split(grid, totals.total);
+  const int first_cta = split.cta_of(begin), last_cta = split.cta_of(begin + unit.tiles - 1);
+  if (first_cta == last_cta) return;  // the unit was finished there
+
+  const PartialStates states(p, grid);
+  const int r = (t - block * grid.tokens_per_block) * group + n % group;
+  const auto state_row = [&](int cta) {
+    return states.row(PartialStates::slot(cta, cta == first_cta), r);
+  };
   float m = -INFINITY;
-  for (int s = thread; s < splits; s += kMergeThreads)
-    m = max_keep_nan(m, states.m[s * states.queries + query]);
+  for (int cta = first_cta + thread; cta <= last_cta; cta += kMergeThreads)
+    m = max_keep_nan(m, states.m[state_row(cta)]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2)
     m = max_keep_nan(m, __shfl_xor_sync(kFullWarp, m, offset));
@@ -64,25 +86,17 @@ __global__ void __launch_bounds__(kMergeThreads)
 #pragma unroll
   for (int w = 1; w < kMergeThreads / 32; ++w) m = max_keep_nan(m, warp_max[w]);
 
-  if (m != m) {
-    for (int h = thread; h < head_dim; h += kMergeThreads)
-      out[h] = Element<kDType>::from_float(NAN);
-    if (thread == 0) p.lse[query] = NAN;
-    return;
-  }
-
   const int quads = head_dim / 4, sets = kMergeThreads / quads;
   const int set = thread / quads, quad = thread % quads;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
   float l = 0.0f;
   if (set < sets) {
-    for (int s = set; s < splits; s += sets) {
-      const int64_t slot = s * states.queries + query;
-      const float from = states.m[slot];
-      if (from == -INFINITY) continue;
-      const float weight = rescale(from, m);
-      const float4 o = *reinterpret_cast<const float4*>(states.o + slot * head_dim + quad * 4);
-      l = fmaf(weight, states.l[slot], l);
+#pragma unroll 4
+    for (int cta = first_cta + set; cta <= last_cta; cta += sets) {
+      const int64_t at = state_row(cta);
+      const float weight = rescale(states.m[at], m);
+      const float4 o = *reinterpret_cast<const float4*>(states.o + at * head_dim + quad * 4);
+      l = fmaf(weight, states.l[at], l);
       sum.x = fmaf(weight, o.x, sum.x);
       sum.y = fmaf(weight, o.y, sum.y);
       sum.z = fmaf(weight, o.z, sum.z);
@@ -102,7 +116,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       l += weights[s];
     }
     const float inverse = inverse_sum({m, l});
-    E* to = out + quad * 4;
+    E* const to = out + quad * 4;
     to[0] = Element<kDType>::from_float(sum.x * inverse);
     to[1] = Element<kDType>::from_float(sum.y * inverse);
     to[2] = Element<kDType>::from_float(sum.z * inverse);

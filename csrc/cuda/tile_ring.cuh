@@ -1,121 +1,188 @@
-// Fetches the tiles of a share into a ring of shared-memory stages, ahead of their use.
+// The ring of shared-memory stages between the warp that fetches tiles and the warps that compute.
 //
-// Every thread copies its part of each tile by 16-byte asynchronous copies, from the cache in host
-// or device memory or from the fresh keys and values. (A producer warp with bulk copies on
-// mbarriers takes this header's place later.)
+// Stage s has two barriers: `full` ends a phase when the tile has arrived, `empty` when all
+// consumer warps are done with it. The producer warp runs ahead through the CTA's segments until
+// all stages are full. Where consumers need a place to exchange partial results at the end of a
+// segment, the producer hands them an empty stage in its turn.
 #pragma once
 
 #include "tile_shape.cuh"
-#include "work_split.cuh"
+#include "work_list.cuh"
 
 namespace directkv::cuda {
 
-// Where a CTA's tiles come from. It lies in shared memory: in registers these constants would cost
-// every thread a tenth of its budget through the whole loop.
-struct TileSource {
-  const unsigned char* tiles;        // tile of (layer, page 0, this KV head)
-  const unsigned char* fresh_key;    // first fresh key of this row and KV head
-  const unsigned char* fresh_value;  // neither is used without fresh tokens
-  const int32_t* table_row;          // all pages of the share are known to be inside the pool
-  int64_t page_bytes;
-  int64_t fresh_stride;  // bytes from one fresh token to the next
-  int value_offset;      // bytes from a tile's first key to its first value
-  int last_page;         // of the share
-  Tile in_flight[4];     // what the stages hold
-};
+// Both sides walk the ring in the same order.
+struct RingPosition {
+  int stage = 0;
+  unsigned parity = 0;
 
-// A tile that has arrived. count == 0: the share is done.
-struct FetchedTile {
-  const unsigned char* stage;  // keys, then values
-  int count;
-  int relative;  // see Tile
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
 };
 
 template <typename Shape>
 class TileRing {
-  static_assert(Shape::kStages <= 4, "TileSource::in_flight");
-
  public:
-  // `source` is visible to all threads of the CTA.
-  __device__ __forceinline__ TileRing(const Share& share, int page_size, unsigned char* stages,
-                                      TileSource* source)
-      : cursor_(share, page_size),
-        source_(source),
-        stages_(stages),
-        next_id_(share.page <= share.last_page ? source->table_row[share.page] : 0) {
-#pragma unroll 1
-    for (int i = 0; i < Shape::kStages - 1; ++i) fetch();
+  static constexpr int kBytes = Shape::kStageBytes + 16;  // of a stage with its barriers
+
+  __device__ __forceinline__ TileRing(unsigned char* shared, int stages)
+      : stages_(stages),
+        storage_(shared),
+        barriers_(reinterpret_cast<Barrier*>(shared + stages * Shape::kStageBytes)) {}
+
+  // One thread, before the __syncthreads() after which the ring is used.
+  __device__ __forceinline__ void init(int consumer_warps) {
+    for (int s = 0; s < stages_; ++s) {
+      barrier_init(full(s), 32);
+      barrier_init(empty(s), consumer_warps);
+    }
+    barrier_init_fence();
   }
 
-  // Waits for the oldest tile not yet taken, gives the stage freed by the tile before it to the
-  // next fetch, and returns the oldest tile. Every thread of the CTA calls it until the share is
-  // done; it also separates what they did with the previous tile from what they do next.
-  __device__ __forceinline__ FetchedTile take() {
-    copy_async_wait<Shape::kStages - 2>();
-    __syncthreads();  // everyone's copies have landed, and everyone is done with the previous tile
-    const FetchedTile tile = {stages_ + taken_ * Shape::kStageBytes,
-                              source_->in_flight[taken_].count,
-                              source_->in_flight[taken_].relative};
-    taken_ = taken_ + 1 == Shape::kStages ? 0 : taken_ + 1;
-    fetch();
-    return tile;
+  __device__ __forceinline__ Barrier* full(int stage) { return barriers_ + 2 * stage; }
+  __device__ __forceinline__ Barrier* empty(int stage) { return barriers_ + 2 * stage + 1; }
+  __device__ __forceinline__ unsigned char* stage(int s) {
+    return storage_ + s * Shape::kStageBytes;
   }
 
-  // Before the stages' memory is used for anything else, or the CTA ends.
-  __device__ __forceinline__ void drain() {
-    copy_async_wait<0>();
-    __syncthreads();
+  // Consumers: waits for the stage whose turn it is.
+  __device__ __forceinline__ unsigned char* take(const RingPosition& at) {
+    barrier_wait(full(at.stage), at.parity);
+    return stage(at.stage);
+  }
+  // Consumers, every warp: gives it back. `written`: by ordinary stores, or 16-byte copies.
+  __device__ __forceinline__ void release(RingPosition* at, bool written) {
+    if (written) fence_before_bulk_copies();
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(empty(at->stage));
+    at->advance(stages_);
+  }
+
+  int stages() const { return stages_; }
+  __device__ __forceinline__ int count() const { return stages_; }
+
+ private:
+  int stages_;
+  unsigned char* storage_;
+  Barrier* barriers_;
+};
+
+// The producer warp.
+template <typename Shape>
+class TileProducer {
+ public:
+  __device__ __forceinline__ TileProducer(const AttendParams& p, const AttendGrid& grid,
+                                          const TileMap* map, TileRing<Shape> ring)
+      : p_(p), grid_(grid), map_(map), ring_(ring) {}
+
+  // Fetches every tile of the segments, and after each segment `scratch` empty stages.
+  __device__ __forceinline__ void run(WorkCursor cursor, int scratch) {
+    Segment segment;
+    while (cursor.next(p_, grid_, &segment)) {
+      for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
+        const Tile tile(grid_, segment.row, segment.unit, i);
+        acquire();
+        if (tile.fresh) {
+          fetch_fresh(segment, tile);
+        } else {
+          fetch_cached(segment, tile);
+        }
+        at_.advance(ring_.count());
+      }
+      for (int i = 0; i < scratch; ++i) {
+        acquire();
+        barrier_arrive(ring_.full(at_.stage));
+        at_.advance(ring_.count());
+      }
+    }
   }
 
  private:
-  __device__ __forceinline__ void fetch() {
-    const Tile tile = cursor_.next();
-    if (threadIdx.x == 0) source_->in_flight[filling_] = tile;
-    if (tile.count > 0) {
-      const unsigned char* key;
-      const unsigned char* value;
-      int64_t stride;
-      if (tile.page >= 0) {
-        if (tile.page != page_) {
-          page_ = tile.page;
-          id_ = next_id_;
-          // Looked up one page ahead, so that no copy waits for the table.
-          next_id_ = page_ < source_->last_page ? source_->table_row[page_ + 1] : 0;
-        }
-        key =
-            source_->tiles + id_ * source_->page_bytes + int64_t{tile.offset} * Shape::kTokenBytes;
-        value = key + source_->value_offset;
-        stride = Shape::kTokenBytes;
-      } else {
-        stride = source_->fresh_stride;
-        key = source_->fresh_key + tile.relative * stride;
-        value = source_->fresh_value + tile.relative * stride;
-      }
-      copy(key, value, stride, tile.count);
-    }
-    copy_async_commit();
-    filling_ = filling_ + 1 == Shape::kStages ? 0 : filling_ + 1;
+  __device__ __forceinline__ void acquire() {
+    barrier_wait(ring_.empty(at_.stage), at_.parity ^ 1);
+    __syncwarp();
   }
 
-  // Slots at or beyond `count` are neither read nor written.
-  __device__ __forceinline__ void copy(const unsigned char* key, const unsigned char* value,
-                                       int64_t stride, int count) {
-    unsigned char* const stage = stages_ + filling_ * Shape::kStageBytes;
-#pragma unroll 1  // the copies do not wait for each other in any case
-    for (int i = static_cast<int>(threadIdx.x); i < count * Shape::kPieces; i += kAttendThreads) {
-      const int token = i / Shape::kPieces, piece = i % Shape::kPieces;
-      unsigned char* to = stage + token * Shape::kTokenStride + piece * 16;
-      copy_async_16(to, key + token * stride + piece * 16);
-      copy_async_16(to + Shape::kTokens * Shape::kTokenStride, value + token * stride + piece * 16);
+  // The id of a page of the row; 0 where it is out of range: such a row gives NaN in the end.
+  __device__ __forceinline__ int page_id(const Segment& segment, int page) const {
+    const int id = p_.cache.page_table[int64_t{segment.b} * p_.cache.max_pages + page];
+    return id >= 0 && id < p_.cache.num_pages ? id : 0;
+  }
+
+  // Index of the tile of the cache that holds the page for this layer and KV head.
+  __device__ __forceinline__ int64_t cache_tile(const Segment& segment, int page) const {
+    const CacheView& cache = p_.cache;
+    return (*cache.layer * cache.num_pages + page_id(segment, page)) * cache.layout.kv_heads +
+           segment.k;
+  }
+
+  // Whole boxes are copied, which may reach beyond the length, never beyond the page.
+  __device__ __forceinline__ void fetch_cached(const Segment& segment, const Tile& tile) {
+    unsigned char* const stage = ring_.stage(at_.stage);
+    Barrier* const full = ring_.full(at_.stage);
+    const int page_size = p_.cache.layout.page_size, box = grid_.box_tokens;
+#if DIRECTKV_BULK_COPIES
+    const int boxes = (tile.count + box - 1) / box;
+    if (lane_id() == 0) barrier_arrive_expecting(full, boxes * box * 2 * Shape::kTokenBytes);
+    __syncwarp();
+    // One copy for all spans where a box is a whole tile, else one for each: see CopyBox.
+    const int spans = box == Shape::kTokens ? 1 : Shape::kSpans;
+    for (int i = lane_id(); i < boxes * 2 * spans; i += 32) {
+      const int token = i / (2 * spans) * box, half = i / spans % 2, span = i % spans;
+      const int position = tile.position + token, page = position / page_size;
+      unsigned char* const to = stage + half * Shape::kHalfBytes +
+                                span * Shape::kTokens * Shape::kSpanBytes +
+                                token * Shape::kSpanBytes;
+      copy_box(to, map_, half * page_size + position - page * page_size,
+               static_cast<int>(cache_tile(segment, page)), span, full);
+    }
+    if (lane_id() != 0) barrier_arrive(full);
+#else
+    const unsigned char* const pages = static_cast<const unsigned char*>(p_.cache.pages);
+    for (int token = 0; token < tile.count; token += box) {
+      const int position = tile.position + token, page = position / page_size;
+      const unsigned char* const from = pages +
+                                        cache_tile(segment, page) * p_.cache.layout.tile_bytes() +
+                                        int64_t{position - page * page_size} * Shape::kTokenBytes;
+      copy_rows(stage, token, min(box, tile.count - token), from,
+                from + int64_t{page_size} * Shape::kTokenBytes, Shape::kTokenBytes);
+    }
+    barrier_arrive_after_copies(full);
+#endif
+  }
+
+  __device__ __forceinline__ void fetch_fresh(const Segment& segment, const Tile& tile) {
+    const int64_t stride = int64_t{p_.cache.layout.kv_heads} * Shape::kTokenBytes;
+    const int64_t first = (int64_t{segment.b} * p_.fresh_tokens + tile.position) * stride +
+                          int64_t{segment.k} * Shape::kTokenBytes;
+    copy_rows(ring_.stage(at_.stage), 0, tile.count,
+              static_cast<const unsigned char*>(p_.key) + first,
+              static_cast<const unsigned char*>(p_.value) + first, stride);
+    barrier_arrive_after_copies(ring_.full(at_.stage));
+  }
+
+  // `count` tokens to places `token` and after, piece by piece.
+  __device__ __forceinline__ void copy_rows(unsigned char* stage, int token, int count,
+                                            const unsigned char* key, const unsigned char* value,
+                                            int64_t stride) {
+#pragma unroll 4
+    for (int i = lane_id(); i < count * Shape::kPieces; i += 32) {
+      const int t = i / Shape::kPieces, piece = i % Shape::kPieces;
+      unsigned char* const to = stage + Shape::offset(token + t, piece);
+      copy_async_16(to, key + t * stride + piece * 16);
+      copy_async_16(to + Shape::kHalfBytes, value + t * stride + piece * 16);
     }
   }
 
-  TileCursor<Shape::kTokens> cursor_;
-  TileSource* source_;
-  unsigned char* stages_;
-  int page_ = -1;
-  int32_t id_ = 0, next_id_;
-  int filling_ = 0, taken_ = 0;
+  const AttendParams& p_;
+  const AttendGrid& grid_;
+  const TileMap* map_;
+  TileRing<Shape> ring_;
+  RingPosition at_;
 };
 
 }  // namespace directkv::cuda

@@ -1,71 +1,52 @@
-// The constants of one attend kernel instance and its map of shared memory.
+// Tiles in shared memory: how many tokens, and where a piece of a token lies.
 #pragma once
 
 #include "../params.h"
-#include "device.cuh"
+#include "attend_plan.h"
+#include "tile_map.cuh"
 
 namespace directkv::cuda {
 
-constexpr int kAttendThreads = 256;
-
-// kRows: query rows a CTA has room for.
-template <DType kDType_, int kHeadDim_, int kRows_>
+template <DType kDType_, int kHeadDim_>
 struct TileShape {
   static constexpr DType kDType = kDType_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kRows = kRows_;
   static constexpr int kItem = kDType == DType::kF32 ? 4 : 2;
   static constexpr int kTokenBytes = kHeadDim * kItem;  // of one key or value
   static constexpr int kPieces = kTokenBytes / 16;      // 16-byte pieces of it
+  static constexpr int kTokens = tile_tokens(kItem, kHeadDim);
+  static constexpr int kHalfBytes = kTokens * kTokenBytes;  // keys, or values
+  static constexpr int kStageBytes = 2 * kHalfBytes;        // keys, then values
 
-  // Tokens per tile: keys and values of a tile are contiguous runs of 4 to 8 KiB each. Below 2 KiB
-  // the link loses bandwidth.
-  static constexpr int kTokens = kTokenBytes <= 256 ? 32 : kTokenBytes <= 512 ? 16 : 8;
-  // Tiles in flight while one is computed with: two, or one where many rows make the arithmetic
-  // long and their queries take the room.
-  static constexpr int kStages = kRows <= 16 ? 3 : 2;
+  // Spans, see tile_map.cuh: the largest power of two up to 128 that divides a row.
+  static constexpr int kSpanBytes = kTokenBytes % 128 == 0 ? 128 : kTokenBytes % 64 == 0 ? 64 : 32;
+  static constexpr int kSpans = kTokenBytes / kSpanBytes;
+  static constexpr int kSpanPieces = kSpanBytes / 16;
+  static_assert(kTokenBytes % 32 == 0 && kTokens % 8 == 0 && kStageBytes % 1024 == 0, "alignment");
 
-  // One 16-byte piece of padding per token: kPieces is even, so 8 lanes that read the same piece of
-  // 8 tokens hit 8 different groups of 4 banks.
-  static constexpr int kTokenStride = kTokenBytes + 16;
-  static constexpr int kStageBytes = 2 * kTokens * kTokenStride;  // keys, then values
+  // What the swizzle of a span does to its pieces: XOR with this, the same for all pieces of a
+  // token.
+  static __device__ __forceinline__ int swizzle(int token) {
+    constexpr int kTokensPerLine = 128 / kSpanBytes;  // tokens until the banks repeat
+    return token / kTokensPerLine % kSpanPieces;
+  }
 
-  // Scores: kGroups groups of kTokens threads, one thread per token. A group takes kScoreRows query
-  // rows and every kScoreSlices-th piece of the head dim.
-  static constexpr int kGroups = kAttendThreads / kTokens;
-  static constexpr int kScoreRows = kRows < 8 ? kRows : 8;
-  static constexpr int kScoreSlices = kGroups / (kRows / kScoreRows);
-  static_assert(kScoreSlices >= 1, "more row groups than thread groups");
-  static constexpr int kSoftmaxRows = (kRows + kGroups - 1) / kGroups;  // rows a group reduces
+  // Byte offset of a 16-byte piece of a token, within the keys or the values of a stage.
+  static __device__ __forceinline__ int offset(int token, int piece) {
+    return piece / kSpanPieces * (kTokens * kSpanBytes) + token * kSpanBytes +
+           ((piece % kSpanPieces) ^ swizzle(token)) * 16;
+  }
 
-  // Values: sets of kUnits threads, one thread per 4 elements of the head dim. A set takes
-  // kValueRows query rows and every kValueSlices-th token.
-  static constexpr int kUnits = kHeadDim / 4;
-  static constexpr int kSets = kAttendThreads / kUnits;
-  static constexpr int kValueRows = kRows <= 16 ? 4 : 8;
-  static constexpr int kValueRowGroups = kRows / kValueRows;
-  static constexpr int kValueSlices = kSets / kValueRowGroups;
-  static_assert(kValueSlices >= 1, "more row groups than thread sets");
-
-  // Weights are stored token by token; the padding keeps 16-byte alignment and spreads the banks.
-  static constexpr int kWeightStride = kRows <= 4 ? kRows : kRows + 4;
-
-  // Shared memory, byte offsets. `query` becomes the output accumulator at the end.
-  static constexpr int kQueryAt = 0;                                    // [rows][H]
-  static constexpr int kStagesAt = kQueryAt + 4 * kRows * kHeadDim;     // [stages]
-  static constexpr int kPartialAt = kStagesAt + kStages * kStageBytes;  // [slices][rows][tokens]
-  static constexpr int kWeightAt = kPartialAt + 4 * kScoreSlices * kRows * kTokens;
-  static constexpr int kRescaleAt = kWeightAt + 4 * kTokens * kWeightStride;  // [rows]
-  static constexpr int kStateAt = kRescaleAt + 4 * kRows;                     // [rows] of m, l
-  static constexpr int kSlotAt = kStateAt + 8 * kRows;  // [rows] int64: slot in the workspace
-  static constexpr int kTokenAt = kSlotAt + 8 * kRows;  // [rows] new token t of the row
-  static constexpr int kSharedBytes = kTokenAt + 4 * kRows;
-  // What a block may have on the smallest part the sm_80 code runs on (8.6, 8.9); 512: TileSource.
-  static_assert(kSharedBytes + 512 <= 99 * 1024, "does not fit consumer Ampere and Ada");
-  static_assert(kHeadDim % 8 == 0 && kRows % 4 == 0 && kStageBytes % 16 == 0, "alignment");
+  // The same for loops over the pieces of a token: offset(token, 2 * i + odd) ==
+  // piece_pair(token, flip(token, odd), i), and flip() repeats every 16 tokens.
+  static __device__ __forceinline__ int flip(int token, int odd) {
+    return (swizzle(token) ^ odd) * 16;
+  }
+  static __device__ __forceinline__ int piece_pair(int token, int flip, int i) {
+    static_assert(kSpanPieces % 2 == 0, "pairs of pieces");
+    return 2 * i / kSpanPieces * (kTokens * kSpanBytes) + token * kSpanBytes +
+           ((2 * i % kSpanPieces * 16) ^ flip);
+  }
 };
-
-// The largest row block that fits: 4 * rows * H bytes of float32 queries.
-constexpr int max_rows(int head_dim) { return head_dim > 128 ? 32 : 64; }
 
 }  // namespace directkv::cuda

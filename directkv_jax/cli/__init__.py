@@ -1,4 +1,4 @@
-"""The command line: `directkv info` and `directkv generate`.
+"""The command line: `directkv info`, `directkv generate` and `directkv bench`.
 
 Flax, tokenizers and the models are imported by the command that needs them, not here.
 """
@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+from directkv_jax.cli.bench import add_commands as add_bench_commands
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -61,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="let a model continue a prompt, as a stream")
     _add_generate_arguments(generate)
     generate.set_defaults(run=_run_generate)
+    add_bench_commands(commands.add_parser("bench", help="measure, and draw what was measured"))
     return parser
 
 

@@ -45,6 +45,7 @@ class Options:
     scale: float
     soft_cap: float  # 0: off
     window_left: int  # -1: off
+    num_ctas: int = 0  # thread blocks of the CUDA kernel; 0: chosen from the link
 
 
 class Rows(NamedTuple):

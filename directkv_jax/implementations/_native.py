@@ -45,7 +45,7 @@ class NativeImplementation:
 
     def attend(self, query, key, value, pages, rows: Rows, options: Options):
         """One pass over the pages where they lie."""
-        call = _attend_call(options)
+        call = _attend_call(options, self.platform)
         return call(query, key, value, pages, *rows)
 
     def append(self, pages, key, value, rows: Rows, storage: Storage, after):
@@ -73,18 +73,22 @@ def _attributes(storage: Storage) -> dict[str, np.int32]:
     }
 
 
-def _workspace_bytes(query, page_table, layout: PageLayout) -> int:
+def _workspace_bytes(platform: str, query, page_table, layout: PageLayout) -> int:
     batch, tokens, heads, dim = query.shape
-    for platform in ("cuda", "cpu"):  # plain arithmetic on shapes, the same in both modules
-        if not isinstance(module := _native.load(platform), str):
-            max_pages = page_table.shape[1]
-            args = (batch, tokens, heads, layout.num_kv_heads, dim, max_pages)
-            return max(1, module.attend_workspace_bytes(*args))
+    sizes = (batch, tokens, heads, layout.num_kv_heads, dim)
+    max_pages = page_table.shape[1]
+    for module in map(_native.load, ("cuda", "cpu")):
+        if isinstance(module, str):
+            continue  # plain arithmetic on shapes, the same in both modules
+        if platform == "cpu":
+            return max(1, module.cpu_workspace_bytes(*sizes, max_pages))
+        capacity = max_pages * layout.page_size
+        return max(1, module.cuda_workspace_bytes(layout.dtype.itemsize, *sizes, capacity))
     raise NotImplementedError("No native module is installed.")
 
 
 @functools.lru_cache(maxsize=256)
-def _attend_call(options: Options):
+def _attend_call(options: Options, platform: str):
     """attend as a function of arrays only, with its rule for vmap."""
 
     @jax.custom_batching.custom_vmap
@@ -93,7 +97,7 @@ def _attend_call(options: Options):
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
             jax.ShapeDtypeStruct(
-                (_workspace_bytes(query, page_table, options.storage.layout),), jnp.uint8
+                (_workspace_bytes(platform, query, page_table, options.storage.layout),), jnp.uint8
             ),
         )
         out, lse, _ = jax.ffi.ffi_call(_native.ATTEND, results)(
@@ -102,6 +106,7 @@ def _attend_call(options: Options):
             scale=np.float32(options.scale),
             soft_cap=np.float32(options.soft_cap),
             window_left=np.int32(options.window_left),
+            num_ctas=np.int32(options.num_ctas),
         )  # fmt: skip
         return out, lse
 

@@ -4,6 +4,9 @@
 #include <cstdio>
 #include <numeric>
 
+#include "../../csrc/cpu/attend_plan.h"
+#include "../../csrc/cuda/attend_plan.h"
+
 namespace directkv::test {
 
 std::string Shape::text() const {
@@ -53,9 +56,12 @@ AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector
   }
   out.resize(token_elements * s.heads() * item);
   lse.resize(int64_t{s.batch} * s.query_tokens * s.heads());
-  workspace.resize(attend_workspace_bytes(s.batch, s.query_tokens, s.heads(), s.kv_heads,
-                                          s.head_dim, s.max_pages) /
-                   4);
+  workspace.resize(
+      std::max(cpu::attend_workspace_bytes(s.batch, s.query_tokens, s.heads(), s.kv_heads,
+                                           s.head_dim, s.max_pages),
+               cuda::attend_workspace_bytes(itemsize(s.dtype), s.batch, s.query_tokens, s.heads(),
+                                            s.kv_heads, s.head_dim, s.capacity())) /
+      4);
   poison_outputs();
 }
 

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/attend_plan.h"
 #include "../../csrc/params.h"
 #include "scalar_types.h"
 
@@ -19,6 +18,7 @@ struct Shape {
   float scale = 0.0f;  // 0: 1/sqrt(H)
   float soft_cap = 0.0f;
   int window_left = -1;
+  int num_ctas = 0;  // CUDA
 
   int heads() const { return kv_heads * group; }
   int capacity() const { return max_pages * page_size; }

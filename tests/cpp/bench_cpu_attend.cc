@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/attend_plan.h"
+#include "../../csrc/cpu/attend_plan.h"
 #include "../../csrc/cpu/isa.h"
 #include "../../csrc/cpu/parallel.h"
 #include "thread_pool.h"
@@ -89,7 +89,8 @@ void bench(DType dtype, int tokens, test::ThreadPool& pool) {
   std::memcpy(query.data(), pages, query.size());
   std::memcpy(fresh.data(), pages, fresh.size());
   std::vector<float> lse(kHeads);
-  std::vector<char> workspace(attend_workspace_bytes(1, 1, kHeads, kKvHeads, kHeadDim, max_pages));
+  std::vector<char> workspace(
+      cpu::attend_workspace_bytes(1, 1, kHeads, kKvHeads, kHeadDim, max_pages));
   const int32_t length = tokens, seq = 1;
   int32_t layer = 0;
   AttendParams p = {};

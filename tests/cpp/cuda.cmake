@@ -20,7 +20,8 @@ add_executable(directkv_host_pool_tests
   ${_tests}/main.cc
   ${_tests}/buffer_registry_test.cc
   ${_kernels}/buffer_registry.cc)
-foreach(target directkv_cuda_tests directkv_host_pool_tests)
+add_executable(attend_sweep ${_tests}/../../benchmarks/cuda/attend_sweep.cu)
+foreach(target directkv_cuda_tests directkv_host_pool_tests attend_sweep)
   target_include_directories(${target} SYSTEM PRIVATE ${_cuda_includes})
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
   target_link_libraries(${target} PRIVATE directkv_cuda_kernels)
@@ -29,7 +30,7 @@ endforeach()
 
 # The kernels' own sources, by the host compiler.
 set(_emulated_kernels)
-foreach(name append attend attend_bf16 attend_f16 attend_f32 page_copy)
+foreach(name append attend attend_bf16 attend_f16 attend_f32 device_limits page_copy tile_map)
   set(_copy ${CMAKE_CURRENT_BINARY_DIR}/emulated/${name}.cc)
   file(CONFIGURE OUTPUT ${_copy} CONTENT "#include \"cuda/${name}.cu\"\n")
   list(APPEND _emulated_kernels ${_copy})

@@ -74,6 +74,7 @@ AttendCase random_case(uint32_t seed, DType dtype, int head_dim) {
   s.fresh = rng() % 4 != 0;
   s.soft_cap = rng() % 3 ? 0.0f : pick(rng, {1.0f, 5.0f, 30.0f});
   s.window_left = rng() % 2 ? -1 : pick(rng, {0, 1, 7, 33, 100});
+  s.num_ctas = pick(rng, {0, 0, 1, 2, 3, 7, 300});
   std::vector<int> lengths, seq;
   for (int b = 0; b < s.batch; ++b) {
     const int capacity = s.capacity();
@@ -99,17 +100,19 @@ TEST(attend_random_shapes) {
       }
 }
 
-// Every compiled instance: the row classes are up to 4, 16, and 64 rows.
+// Every compiled instance: the row classes are up to 16, 32, 64 and 128 rows, of float32 up to 4,
+// 16 and 64; more rows than a class holds are cut into blocks.
 TEST(attend_every_instance) {
   for (DType dtype : kDTypes)
     for (int head_dim : kHeadDims)
-      for (int tokens : {1, 5, 33}) {
-        if (quick() && tokens == 33) tokens = 17;
+      for (int tokens : {1, 5, 9, 17, 33, 60}) {
+        if (quick() && (tokens == 17 || tokens == 60)) continue;
         Shape s;
         s.dtype = dtype;
         s.head_dim = head_dim;
         s.group = 3;
         s.query_tokens = tokens;
+        s.num_ctas = 5;
         s.batch = 2;
         s.kv_heads = 2;
         s.page_size = quick() ? 16 : 64;
@@ -138,7 +141,26 @@ TEST(attend_every_group_and_token_count) {
     }
 }
 
-// Long rows: many splits, few tiles each, and a share with many tiles.
+// A unit cut between CTAs at every tile, between some, and at no place.
+TEST(attend_any_number_of_ctas) {
+  for (DType dtype : kDTypes)
+    for (int ctas : {1, 2, 3, 5, 8, 13, 300}) {
+      if (quick() && ctas == 5) break;
+      Shape s;
+      s.dtype = dtype;
+      s.batch = 4;
+      s.kv_heads = 2;
+      s.group = 5;
+      s.query_tokens = 2;
+      s.page_size = 48;
+      s.max_pages = quick() ? 5 : 20;
+      s.num_ctas = ctas;
+      AttendCase c(s, {s.capacity() - 2, 0, 3, s.capacity() / 2}, {2, 2, 1, 0}, 77);
+      for (Placement placement : placements()) check_attend(c, placement);
+    }
+}
+
+// Long rows: many CTAs with few tiles each, and CTAs with many tiles.
 TEST(attend_long_rows) {
   if (quick()) return;
   for (DType dtype : kDTypes)
@@ -148,7 +170,7 @@ TEST(attend_long_rows) {
       s.head_dim = 64;
       s.group = 2;
       s.batch = batch;
-      s.kv_heads = batch == 1 ? 1 : 7;  // 264 splits; one split
+      s.kv_heads = batch == 1 ? 1 : 7;
       s.layers = 1;
       s.layer = 0;
       s.page_size = 64;
@@ -231,7 +253,7 @@ TEST(attend_window_skips_bad_pages) {
 TEST(attend_bad_page_of_another_row_block) {
   Shape s;
   s.group = 16;
-  s.query_tokens = 33;  // 528 rows in 9 blocks
+  s.query_tokens = 33;  // 528 rows in blocks
   s.max_pages = 6;
   s.window_left = 20;
   AttendCase c(s, {90}, {30}, 3);

@@ -94,6 +94,7 @@ void Buffer::download(void* to) const {
 
 DeviceCase::DeviceCase(AttendCase& c, Placement placement)
     : case_(c),
+      placement_(placement),
       pages_(c.pages.size(), placement),
       table_(4 * c.page_table.size(), Placement::kDevice),
       lengths_(4 * c.lengths.size(), Placement::kDevice),
@@ -135,6 +136,8 @@ AttendParams DeviceCase::params() const {
   p.out = out_.get();
   p.lse = static_cast<float*>(lse_.get());
   p.workspace = workspace_.get();
+  p.num_ctas = case_.shape.num_ctas;
+  p.pages_on_host = placement_ != Placement::kDevice;
   return p;
 }
 

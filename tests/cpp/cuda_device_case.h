@@ -61,6 +61,7 @@ class DeviceCase {
 
  private:
   AttendCase& case_;
+  Placement placement_;
   Buffer pages_, table_, lengths_, seq_lengths_, layer_, query_, key_, value_, out_, lse_,
       workspace_;
 };

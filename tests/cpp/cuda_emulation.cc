@@ -2,8 +2,10 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -17,36 +19,51 @@ constexpr size_t kStackBytes = 128 * 1024;
 
 struct Copy {
   void* to;
-  const void* from;
+  std::vector<unsigned char> data;
 };
 
-struct Barrier {
+// A barrier of threads.
+struct Meeting {
   int arrived = 0;
   int64_t generation = 0;
+};
+
+// A barrier in shared memory.
+struct Phases {
+  int arrivals = 0, arrived = 0;
+  int64_t expected_bytes = 0;
+  int64_t over = 0;  // phases that ended
+  std::vector<Copy> copies;
 };
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
-  std::vector<std::vector<Copy>> copies;  // committed groups not landed, oldest first
-  std::vector<Copy> open;
+  std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
 };
 
 std::vector<Fiber> fibers;
 ucontext_t scheduler;
 int current, threads_in_block;
-Barrier block_barrier;
-std::vector<Barrier> warp_barriers;
+Meeting block_meeting;
+std::vector<Meeting> warp_meetings;
+Meeting named_meetings[16];
+std::map<const Barrier*, Phases> phases;
 bool or_next, or_result;
-uint32_t exchange[1024];
-std::unique_ptr<unsigned char[]> shared;
+const void* exchanged[1024];
+std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
 const std::function<void()>* kernel_body;
 int64_t progress;  // barriers passed and threads ended
 
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
 void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
-void wait(Barrier& barrier, int count) {
+void wait(Meeting& barrier, int count) {
   const int64_t generation = barrier.generation;
   if (++barrier.arrived == count) {
     barrier.arrived = 0;
@@ -62,15 +79,29 @@ void fiber_main() {
   (*kernel_body)();
   fibers[current].done = true;
   ++progress;
-  if (!fibers[current].open.empty() || !fibers[current].copies.empty()) {
-    std::fprintf(stderr, "a thread ended with copies in flight\n");
-    std::abort();
-  }
+  if (!fibers[current].copies.empty()) fail("a thread ended with copies in flight");
   yield();
 }
 
-void land(const std::vector<Copy>& group) {
-  for (const Copy& c : group) std::memcpy(c.to, c.from, 16);
+void land(std::vector<Copy>& copies) {
+  for (const Copy& c : copies) std::memcpy(c.to, c.data.data(), c.data.size());
+  copies.clear();
+}
+
+Phases& find(const Barrier* barrier) {
+  const auto found = phases.find(barrier);
+  if (found == phases.end()) fail("a barrier was not initialised");
+  return found->second;
+}
+
+void start(std::vector<Copy>& copies, void* to, const void* from, size_t bytes) {
+  const auto* data = static_cast<const unsigned char*>(from);
+  copies.push_back({to, {data, data + bytes}});
+  if (!options().late_copies) std::memcpy(to, from, bytes);
+}
+
+void arrive(Phases& p) {
+  if (++p.arrived > p.arrivals) fail("more arrivals at a barrier than announced");
 }
 
 void run_block() {
@@ -92,10 +123,7 @@ void run_block() {
       swapcontext(&scheduler, &fibers[current].context);
       if (fibers[current].done) --left;
     }
-    if (progress == before) {
-      std::fprintf(stderr, "deadlock: not all threads reach a barrier\n");
-      std::abort();
-    }
+    if (progress == before) fail("deadlock: not all threads reach a barrier");
   }
 }
 
@@ -106,21 +134,31 @@ Options& options() {
   return instance;
 }
 
-void sync_block() { wait(block_barrier, threads_in_block); }
+void sync_block() { wait(block_meeting, threads_in_block); }
 
 bool sync_block_or(bool predicate) {
-  if (block_barrier.arrived == 0) or_next = false;
+  if (block_meeting.arrived == 0) or_next = false;
   or_next |= predicate;
-  wait(block_barrier, threads_in_block);
+  wait(block_meeting, threads_in_block);
   return or_result;
 }
 
-void sync_warp() { wait(warp_barriers[current / 32], 32); }
+void sync_warp() { wait(warp_meetings[current / 32], 32); }
 
-uint32_t shuffle_xor(uint32_t value, int mask) {
-  exchange[current] = value;
+void sync_some(int id, int threads) { wait(named_meetings[id], threads); }
+
+int lane() { return current % 32; }
+
+const void* const* exchange(const void* own) {
+  exchanged[current] = own;
   sync_warp();
-  const uint32_t result = exchange[current ^ mask];
+  return exchanged + current / 32 * 32;
+}
+
+unsigned ballot(bool predicate) {
+  const void* const* all = exchange(predicate ? "" : nullptr);
+  unsigned result = 0;
+  for (int i = 0; i < 32; ++i) result |= all[i] ? 1u << i : 0u;
   sync_warp();
   return result;
 }
@@ -128,29 +166,70 @@ uint32_t shuffle_xor(uint32_t value, int mask) {
 unsigned char* dynamic_shared() { return shared.get(); }
 
 void copy_async_16(void* to, const void* from) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0) {
-    std::fprintf(stderr, "misaligned asynchronous copy\n");
-    std::abort();
+  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
+    fail("misaligned asynchronous copy");
+  start(fibers[current].copies, to, from, 16);
+}
+
+void barrier_init(Barrier* barrier, int arrivals) {
+  phases[barrier] = {};
+  phases[barrier].arrivals = arrivals;
+}
+
+void barrier_arrive(Barrier* barrier) { arrive(find(barrier)); }
+
+void barrier_arrive_expecting(Barrier* barrier, int bytes) {
+  Phases& p = find(barrier);
+  p.expected_bytes += bytes;
+  arrive(p);
+}
+
+void barrier_arrive_after_copies(Barrier* barrier) {
+  Phases& p = find(barrier);
+  for (Copy& c : fibers[current].copies) {
+    p.expected_bytes += static_cast<int64_t>(c.data.size());
+    p.copies.push_back(std::move(c));
   }
-  if (options().late_copies) {
-    fibers[current].open.push_back({to, from});
-  } else {
-    std::memcpy(to, from, 16);
+  fibers[current].copies.clear();
+  arrive(p);
+}
+
+void barrier_wait(Barrier* barrier, unsigned parity) {
+  Phases& p = find(barrier);
+  // The phase before the first counts as one of parity 1.
+  while ((p.over + 1) % 2 != static_cast<int64_t>(parity)) {
+    int64_t bytes = 0;
+    for (const Copy& c : p.copies) bytes += static_cast<int64_t>(c.data.size());
+    if (p.arrived == p.arrivals && bytes == p.expected_bytes) {
+      land(p.copies);
+      p.arrived = 0;
+      p.expected_bytes = 0;
+      ++p.over;
+      ++progress;
+    } else {
+      if (p.arrived == p.arrivals && bytes > p.expected_bytes)
+        fail("more bytes copied than announced");
+      yield();
+    }
   }
 }
 
-void copy_async_commit() {
-  Fiber& f = fibers[current];
-  f.copies.push_back(std::move(f.open));
-  f.open.clear();
-}
-
-void copy_async_wait(int pending) {
-  Fiber& f = fibers[current];
-  while (static_cast<int>(f.copies.size()) > pending) {
-    land(f.copies.front());
-    f.copies.erase(f.copies.begin());
-  }
+void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier) {
+  const int pieces = map->span_bytes / 16;
+  if (reinterpret_cast<uintptr_t>(shared) % 128 != 0) fail("misaligned bulk copy");
+  if (row < 0 || row + map->box_tokens > 2 * map->page_size || tile < 0 || tile >= map->tiles)
+    fail("a bulk copy leaves its tile");
+  auto* const to = static_cast<unsigned char*>(shared);
+  for (int s = 0; s < map->box_spans; ++s)
+    for (int t = 0; t < map->box_tokens; ++t)
+      for (int i = 0; i < pieces; ++i) {
+        const int64_t from = (int64_t{tile} * 2 * map->page_size + row + t) * map->row_bytes +
+                             (span + s) * map->span_bytes + 16 * i;
+        // The engine swizzles by address: the 128-byte line chooses.
+        unsigned char* const line = to + (s * map->box_tokens + t) * map->span_bytes;
+        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % pieces);
+        start(find(barrier).copies, line + 16 * (i ^ swizzle), map->pages + from, 16);
+      }
 }
 
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
@@ -161,9 +240,12 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::funct
   blockDim = dim3(static_cast<unsigned>(threads));
   for (int64_t b = 0; b < blocks; ++b) {
     blockIdx = {static_cast<unsigned>(b), 0, 0};
-    block_barrier = {};
-    warp_barriers.assign(threads / 32, {});
-    shared.reset(new unsigned char[shared_bytes]);
+    block_meeting = {};
+    warp_meetings.assign(threads / 32, {});
+    std::fill(std::begin(named_meetings), std::end(named_meetings), Meeting{});
+    phases.clear();
+    shared.reset(
+        static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024)));
     std::memset(shared.get(), 0xff, shared_bytes);  // NaN in every dtype
     run_block();
   }

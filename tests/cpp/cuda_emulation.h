@@ -5,7 +5,8 @@
 // What it finds: wrong results, accesses out of bounds (with -fsanitize=address), barriers that not
 // all threads reach, a missing barrier or wait (threads run in either order between barriers, and
 // asynchronous copies land at once or as late as they may). What it cannot find: misaligned vector
-// accesses beyond what -fsanitize=alignment reports, and anything about speed.
+// accesses beyond what -fsanitize=alignment reports, whether a copy engine or a matrix instruction
+// is as it is described here, and anything about speed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -44,12 +45,40 @@ Options& options();
 void sync_block();
 bool sync_block_or(bool predicate);
 void sync_warp();
-uint32_t shuffle_xor(uint32_t value, int mask);
+void sync_some(int id, int threads);
+// The 32 pointers that the lanes of this warp gave; valid until the next call of sync_warp().
+const void* const* exchange(const void* own);
+int lane();
 unsigned char* dynamic_shared();
-void copy_async_16(void* to, const void* from);
-void copy_async_commit();
-void copy_async_wait(int pending);
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
+
+using Barrier = uint64_t;
+void copy_async_16(void* to, const void* from);
+void barrier_init(Barrier* barrier, int arrivals);
+void barrier_arrive(Barrier* barrier);
+void barrier_arrive_expecting(Barrier* barrier, int bytes);
+void barrier_arrive_after_copies(Barrier* barrier);
+void barrier_wait(Barrier* barrier, unsigned parity);
+
+// See csrc/cuda/tile_map.cuh.
+struct TileMap {
+  const unsigned char* pages;
+  int row_bytes, page_size;
+  int64_t tiles;
+  int span_bytes, box_tokens, box_spans;
+};
+void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier);
+
+// What lane `from` passed as `value`.
+template <typename T>
+T shuffle(T value, int from) {
+  const void* const* all = exchange(&value);
+  T result;
+  std::memcpy(&result, all[from], sizeof(T));
+  sync_warp();
+  return result;
+}
+unsigned ballot(bool predicate);
 
 }  // namespace directkv::emulation
 
@@ -61,28 +90,71 @@ using std::min;
 inline void __syncthreads() { directkv::emulation::sync_block(); }
 inline int __syncthreads_or(int p) { return directkv::emulation::sync_block_or(p != 0); }
 inline void __syncwarp() { directkv::emulation::sync_warp(); }
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return directkv::emulation::shuffle(x, directkv::emulation::lane() ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T x, int offset) {
+  const int lane = directkv::emulation::lane();
+  return directkv::emulation::shuffle(x, lane >= offset ? lane - offset : lane);
+}
+template <typename T>
+T __shfl_sync(unsigned, T x, int from) {
+  return directkv::emulation::shuffle(x, from % 32);
+}
+inline unsigned __ballot_sync(unsigned, bool p) { return directkv::emulation::ballot(p); }
+inline bool __any_sync(unsigned, bool p) { return directkv::emulation::ballot(p) != 0; }
+inline uint32_t __float_as_uint(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  bits = directkv::emulation::shuffle_xor(bits, mask);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
   std::memcpy(&x, &bits, 4);
   return x;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 
 namespace directkv::cuda {
 
+using emulation::Barrier;
+using emulation::barrier_arrive;
+using emulation::barrier_arrive_after_copies;
+using emulation::barrier_arrive_expecting;
+using emulation::barrier_init;
+using emulation::barrier_wait;
 using emulation::copy_async_16;
-using emulation::copy_async_commit;
 using emulation::dynamic_shared;
+using emulation::sync_some;
 
-template <int kPending>
-void copy_async_wait() {
-  emulation::copy_async_wait(kPending);
+inline void barrier_init_fence() {}
+inline void fence_before_bulk_copies() {}
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal_fast(float x) { return 1.0f / x; }
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+
+// Fragments as in csrc/cuda/matrix.cuh.
+template <bool kTransposed>
+void load_matrices(uint32_t (&r)[4], const unsigned char* row) {
+  const void* const* rows = emulation::exchange(row);
+  const int lane = emulation::lane();
+  for (int m = 0; m < 4; ++m) {
+    uint16_t pair[2];
+    for (int e = 0; e < 2; ++e) {
+      const int i = kTransposed ? lane % 4 * 2 + e : lane / 4;
+      const int j = kTransposed ? lane / 4 : lane % 4 * 2 + e;
+      std::memcpy(&pair[e], static_cast<const unsigned char*>(rows[8 * m + i]) + 2 * j, 2);
+    }
+    std::memcpy(&r[m], pair, 4);
+  }
+  emulation::sync_warp();
 }
 
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-                   cudaStream_t, Args... args) {
+                   cudaStream_t, const Args&... args) {
   emulation::run_grid(blocks, threads, shared_bytes, [&] { kernel(args...); });
   return cudaSuccess;
 }

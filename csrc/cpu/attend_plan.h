@@ -1,20 +1,21 @@
-// The static split of one attend call on CUDA: how many CTAs share a row, and the workspace that
-// costs. Plain arithmetic on shapes, so that Python can size the workspace while tracing.
+// The static split of one attend call on the CPU: into how many parts the pages of a row may be
+// cut, and the workspace that costs. Plain arithmetic on shapes, so that Python can size the
+// workspace while tracing.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-namespace directkv {
+namespace directkv::cpu {
 
 struct AttendPlan {
-  int rows_per_block;  // query rows (of the G*T of one KV head) that one CTA attends for
+  int rows_per_block;  // query rows (of the G*T of one KV head) that are attended for together
   int row_blocks;      // ceil(G*T / rows_per_block): each re-reads the KV tiles it needs
-  int splits;          // CTAs that share the pages of one (row, KV head, row block)
+  int splits;          // parts of the pages of one (row, KV head, row block)
 };
 
-// Enough CTAs to fill the device or the link; splits beyond a row's pages exit at once.
-constexpr int kTargetBlocks = 264;  // two per SM of the largest part of today
+// Enough parts for the threads of a large machine.
+constexpr int kTargetBlocks = 264;
 constexpr int kMaxRowsPerBlock = 64;
 
 inline AttendPlan make_attend_plan(int batch, int query_tokens, int query_heads, int kv_heads,
@@ -37,4 +38,4 @@ inline int64_t attend_workspace_bytes(int batch, int query_tokens, int query_hea
   return int64_t{4} * plan.splits * batch * query_tokens * query_heads * (head_dim + 2);
 }
 
-}  // namespace directkv
+}  // namespace directkv::cpu

@@ -1,4 +1,10 @@
-"""What every result is stamped with: date, machine, versions, commit."""
+"""What every result is stamped with, and how it is written.
+
+    python directkv_jax/bench/record.py      prints the stamp
+
+Imports nothing else of the package: `scripts/gpu_check.py` loads it by its path, before anything is
+built.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = (
     "jax",
     "jaxlib",
@@ -24,6 +28,20 @@ PACKAGES = (
     "numpy",
     "directkv-jax",
 )
+
+
+def checkout() -> Path | None:
+    """The source tree that this file is in, else the one the current directory is; or None."""
+    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (root / "pyproject.toml").is_file() and (root / "directkv_jax" / "bench").is_dir():
+            return root
+    return None
+
+
+def results() -> Path:
+    """Where records go by default: `benchmarks/results` of the checkout, else here."""
+    root = checkout()
+    return root / "benchmarks" / "results" if root else Path()
 
 
 def stamp() -> dict[str, Any]:
@@ -38,12 +56,18 @@ def stamp() -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], name: str, output: str | Path | None = None) -> Path:
-    """Writes `{**stamp(), **result}` into the folder `output` as `<date>-<name>.json`."""
-    record = {**stamp(), **result}
-    folder = Path(output or RESULTS)
+    """Writes `{**stamp(), **result}` into the folder `output` as `<date>-<name>.json`.
+
+    A result that is stamped already keeps its stamp: a record that is written again and again while
+    it grows stays one file. The file is exchanged whole, so an interruption leaves a valid one.
+    """
+    record = result if "date" in result else {**stamp(), **result}
+    folder = results() if output is None else Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['date'][:10]}-{name}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(path)
     return path
 
 
@@ -65,8 +89,8 @@ def last_level_cache_bytes() -> int:
     """Size of the largest cache of the first core; 0 if the system does not say."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        number, unit = re.match(r"(\d+)([KM]?)", path.read_text()).groups()
-        sizes.append(int(number) << {"": 0, "K": 10, "M": 20}[unit])
+        if size := re.match(r"(\d+)([KM]?)", path.read_text()):
+            sizes.append(int(size[1]) << {"": 0, "K": 10, "M": 20}[size[2]])
     return max(sizes)
 
 
@@ -104,11 +128,11 @@ def commit() -> dict[str, Any]:
 
     Where the checkout came without its history, DIRECTKV_COMMIT says which commit it is.
     """
-    given = os.environ.get("DIRECTKV_COMMIT")
-    head = _run("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+    given, root = os.environ.get("DIRECTKV_COMMIT"), checkout()
+    head = _run("git", "-C", str(root), "rev-parse", "HEAD").strip() if root else ""
     if not head:
         return {"hash": given, "dirty": None}
-    changed = _run("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    changed = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {"hash": head, "dirty": bool(changed.strip())}
 
 

@@ -1,0 +1,16 @@
+// What the current GPU offers to a launch.
+#pragma once
+
+namespace directkv::cuda {
+
+struct DeviceLimits {
+  int sm_count;
+  int shared_per_sm, shared_per_block;  // bytes
+  bool bulk_copies;                     // compute capability 9.0 and later
+  bool coherent_link;  // NVLink-C2C: the GPU reaches pageable host memory through the CPU's tables
+};
+
+// Of the current device; asked once for each.
+const DeviceLimits& device_limits();
+
+}  // namespace directkv::cuda

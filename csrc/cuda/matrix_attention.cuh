@@ -1,0 +1,366 @@
+// Attention of a block of query rows over tiles of 16-bit elements, on the tensor cores.
+//
+// Every warp keeps the queries, the softmax states and the output of 16 rows in registers. The
+// warps of a CTA stand in a grid: kRowWarps of them side by side cover the rows of the class, and
+// kTokenWarps of them share the tokens, each taking every kTokenWarps-th slice of 16 or 32 tokens.
+// So no warp waits for another before the end of a segment, where the states of the token warps
+// merge.
+//
+// At the edges (the end of the row, the left end of the window, fresh tokens) masks select and
+// never multiply: a hidden logit is -inf, a value that no row may see is 0, and where a value that
+// some rows see and others do not is infinite or NaN, the slice is added row by row on the FMA
+// units.
+#pragma once
+
+#include "../softmax_state.h"
+#include "matrix.cuh"
+#include "segment_output.cuh"
+#include "tile_ring.cuh"
+
+namespace directkv::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// kRowWarps * 16: the query rows a CTA has room for.
+template <DType kDType, int kHeadDim, int kRowWarps_>
+class MatrixAttention {
+ public:
+  using Shape = TileShape<kDType, kHeadDim>;
+  using Output = SegmentOutput<kDType, kHeadDim>;
+  static constexpr int kRowWarps = kRowWarps_;
+  static constexpr int kWarps = kRowWarps > 4 ? kRowWarps : 4;
+  static constexpr int kTokenWarps = kWarps / kRowWarps;
+  static constexpr int kScratch = kTokenWarps > 1 ? 1 : 0;  // stages for the merge of the states
+  // Beyond the ring: maximum and sum of the rows, where states merge.
+  static constexpr int kSharedBytes = kTokenWarps / 2 * kRowWarps * 512;
+  // Registers: the output takes H / 2 of them in each thread, the queries H / 4.
+  static constexpr int kCtasPerSm = kHeadDim > 128 || kWarps > 4 ? 1 : 2;
+
+  __device__ __forceinline__ MatrixAttention(const AttendParams& p, unsigned char* shared)
+      : options_(p), exchange_(reinterpret_cast<float4*>(shared)) {}
+
+  // Loads the queries of a segment; the sums are empty.
+  __device__ __forceinline__ void begin(const AttendParams& p, const QueryRows& rows) {
+    rows_ = rows.count;
+    // Rows the block does not have are zeros, and stand where its last row stands, so that they
+    // hide nothing.
+    const int last = rows.count - 1;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row() + lane_id() / 4 + 8 * i;
+      token_[i] = rows.token(min(row, last));
+      const auto* pairs = reinterpret_cast<const uint32_t*>(
+          static_cast<const unsigned char*>(p.query) + rows.query(min(row, last)) * kHeadDim * 2);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          query_[s][i + 2 * half] = row <= last ? pairs[8 * s + 4 * half + lane_id() % 4] : 0;
+    }
+    first_token_ = rows.token(min(first_row(), last));
+    last_token_ = rows.token(min(first_row() + 15, last));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) max_[i] = -INFINITY, sum_[i] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
+    slice_ = 0;
+  }
+
+  // Adds a tile.
+  __device__ __forceinline__ void add(const unsigned char* stage, const Tile& tile) {
+    if (first_row() < rows_) {
+#pragma unroll 1
+      for (int first = (token_warp() + slice_) % kTokenWarps * kSlice; first < tile.count;
+           first += kTokenWarps * kSlice) {
+        add_slice(stage, first, tile.relative + first, tile.count - first);
+      }
+    }
+    // A tile of fewer slices than token warps: the next tile begins with the next warp.
+    slice_ += kTokenWarps - Shape::kTokens / kSlice % kTokenWarps;
+  }
+
+  // Writes the results of the segment. `scratch`: an empty stage, where kScratch.
+  __device__ __forceinline__ void finish(const Output& output, unsigned char* scratch) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 1);
+      sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 2);
+    }
+    // Half of the token warps hand their states to the other half, until one has all. A warp that
+    // gives after it has received uses the place it received from.
+#pragma unroll
+    for (int half = kTokenWarps / 2; half > 0; half /= 2) {
+      const int place =
+          (token_warp() % half + (2 * half < kTokenWarps ? half : 0)) * kRowWarps + row_warp();
+      float4* const out = reinterpret_cast<float4*>(scratch) + place * kColumns * 32 + lane_id();
+      float4* const state = exchange_ + place * 32 + lane_id();
+      if (token_warp() >= half && token_warp() < 2 * half) give(out, state);
+      sync_some(1, kWarps * 32);
+      if (token_warp() < half) merge(out, *state);
+    }
+    if (token_warp() != 0) return;
+    const int column = lane_id() % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row() + lane_id() / 4 + 8 * i;
+      if (row >= rows_) continue;
+      const SoftmaxState state = {max_[i] * kLn2, sum_[i]};
+      const auto to = output.row(row, state);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) to.put(8 * n + column, out_[n][2 * i], out_[n][2 * i + 1]);
+      if (column == 0) to.put_state(state);
+    }
+  }
+
+ private:
+  // Tokens at a time: twice the 16 of a matrix instruction where a warp has them in every tile.
+  static constexpr int kSlice = Shape::kTokens / kTokenWarps >= 32 ? 32 : 16;
+  static constexpr int kGroups = kSlice / 8;     // groups of 8 tokens: columns of the logits
+  static constexpr int kSteps = kHeadDim / 16;   // matrix instructions along the head dim
+  static constexpr int kColumns = kHeadDim / 8;  // 8 columns each of the output
+  static_assert(kHeadDim % 16 == 0 && Shape::kTokens % kSlice == 0 && kGroups % 2 == 0, "shape");
+  static_assert(kTokenWarps / 2 * kRowWarps * kColumns * 512 <= Shape::kStageBytes, "scratch");
+
+  static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  static __device__ __forceinline__ int row_warp() { return warp() % kRowWarps; }
+  static __device__ __forceinline__ int token_warp() { return warp() / kRowWarps; }
+  static __device__ __forceinline__ int first_row() { return row_warp() * 16; }
+
+  // load(register, i), then use(register, i), for i in [0, kCount), the loads two ahead of the
+  // uses.
+  template <int kCount, typename Load, typename Use>
+  static __device__ __forceinline__ void pipelined(Load load, Use use) {
+    constexpr int kAhead = 3;
+    uint32_t r[kAhead][4];
+#pragma unroll
+    for (int i = 0; i < kAhead - 1 && i < kCount; ++i) load(r[i], i);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i + kAhead - 1 < kCount) load(r[(i + kAhead - 1) % kAhead], i + kAhead - 1);
+      use(r[i % kAhead], i);
+    }
+  }
+
+  // Tokens [first, first + kSlice) of a tile, of which `count` (at least 1) are there.
+  __device__ __forceinline__ void add_slice(const unsigned char* stage, int first, int relative,
+                                            int count) {
+    float weight[kGroups][4];
+    logits(stage, first, weight);
+    // Whether some row does not see some token of the slice, or it has fewer tokens.
+    const bool edge = count < kSlice || !options_.seen(first_token_, relative + kSlice - 1) ||
+                      !options_.seen(last_token_, relative);
+    if (edge) {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = 8 * n + lane_id() % 4 * 2 + e % 2;
+          if (token >= count || !options_.seen(token_[e / 2], relative + token))
+            weight[n][e] = -INFINITY;
+        }
+    }
+    softmax(weight);
+    const unsigned char* const values = stage + Shape::kHalfBytes;
+    if (edge && any_nonfinite_value(values, first, count)) {
+      add_values_singly(values, first, relative, min(count, kSlice), weight);
+    } else {
+      add_values(values, first, edge ? count : kSlice, weight);
+    }
+  }
+
+  // Logits in units of log(2).
+  __device__ __forceinline__ void logits(const unsigned char* keys, int first,
+                                         float (&logit)[kGroups][4]) const {
+#pragma unroll
+    for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) logit[n][e] = 0.0f;
+    const int token = lane_id() / 16 * 8 + lane_id() % 8;
+    const int flip = Shape::flip(token, lane_id() / 8 % 2);
+    constexpr int kPairs = kGroups / 2;
+    pipelined<kSteps * kPairs>(
+        [&](uint32_t (&k)[4], int i) {
+          load_matrices<false>(
+              k, keys + Shape::piece_pair(first + token + i % kPairs * 16, flip, i / kPairs));
+        },
+        [&](const uint32_t (&k)[4], int i) {
+          const int n = i % kPairs * 2;
+          multiply_add<kDType>(logit[n], query_[i / kPairs], k[0], k[1]);
+          multiply_add<kDType>(logit[n + 1], query_[i / kPairs], k[2], k[3]);
+        });
+    if (options_.soft_cap > 0.0f) {
+      // tanh(x) = 1 - 2 / (exp(2 x) + 1): off by about 2^-23 of the cap.
+      const float inner = 2.0f * kLog2E * options_.scale / options_.soft_cap;
+      const float cap = options_.soft_cap * kLog2E;
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          logit[n][e] = cap - 2.0f * cap * reciprocal_fast(exp2_fast(logit[n][e] * inner) + 1.0f);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) logit[n][e] *= options_.scale * kLog2E;
+    }
+  }
+
+  // From logits to weights; carries maximum, sum and output over to the new maximum.
+  __device__ __forceinline__ void softmax(float (&x)[kGroups][4]) {
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float m = max_nan(x[0][2 * i], x[0][2 * i + 1]);
+#pragma unroll
+      for (int n = 1; n < kGroups; ++n) m = max_nan(m, max_nan(x[n][2 * i], x[n][2 * i + 1]));
+      m = max_nan(m, __shfl_xor_sync(kFullWarp, m, 1));
+      m = max_nan(m, __shfl_xor_sync(kFullWarp, m, 2));
+      m = max_nan(m, max_[i]);
+      const float from = m == -INFINITY ? 0.0f : m;  // no token seen yet: all weights are 0
+      factor[i] = exp2_fast(max_[i] - from);
+      max_[i] = m;
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; ++e) {
+          x[n][e] = exp2_fast(x[n][e] - from);
+          sum += x[n][e];
+        }
+      sum_[i] = sum_[i] * factor[i] + sum;
+    }
+    // Seldom, once the rows have seen some tokens.
+    if (__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out_[n][e] *= factor[e / 2];
+    }
+  }
+
+  // Mask of the elements of a register of values that belong to the first `count` tokens: the
+  // register holds tokens 2 * (lane % 4) and the next of group `n`.
+  static __device__ __forceinline__ uint32_t value_mask(int count, int n) {
+    const int left = count - 8 * n - lane_id() % 4 * 2;
+    return left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+  }
+
+  // The values of 16 tokens and 16 columns from column 16 * d.
+  static __device__ __forceinline__ void load_values(uint32_t (&v)[4], const unsigned char* values,
+                                                     int first, int d) {
+    const int token = lane_id() % 16;
+    load_matrices<true>(
+        v, values + Shape::piece_pair(first + token, Shape::flip(token, lane_id() / 16), d));
+  }
+
+  __device__ __forceinline__ void add_values(const unsigned char* values, int first, int count,
+                                             const float (&weight)[kGroups][4]) {
+#pragma unroll
+    for (int n = 0; n < kGroups; n += 2) {
+      const uint32_t weights[4] = {pack<kDType>(weight[n][0], weight[n][1]),
+                                   pack<kDType>(weight[n][2], weight[n][3]),
+                                   pack<kDType>(weight[n + 1][0], weight[n + 1][1]),
+                                   pack<kDType>(weight[n + 1][2], weight[n + 1][3])};
+      const uint32_t mask[2] = {value_mask(count, n), value_mask(count, n + 1)};
+      pipelined<kSteps>(
+          [&](uint32_t (&v)[4], int d) { load_values(v, values, first + 8 * n, d); },
+          [&](const uint32_t (&v)[4], int d) {
+            multiply_add<kDType>(out_[2 * d], weights, v[0] & mask[0], v[1] & mask[1]);
+            multiply_add<kDType>(out_[2 * d + 1], weights, v[2] & mask[0], v[3] & mask[1]);
+          });
+    }
+  }
+
+  // Whether a value of the first `count` tokens is infinite or NaN; the same answer in all lanes.
+  static __device__ __forceinline__ bool any_nonfinite_value(const unsigned char* values, int first,
+                                                             int count) {
+    bool found = false;
+#pragma unroll 1
+    for (int n = 0; n < kGroups && 8 * n < count; n += 2) {
+#pragma unroll 1
+      for (int d = 0; d < kSteps; ++d) {
+        uint32_t v[4];
+        load_values(v, values, first + 8 * n, d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          found |= any_nonfinite<kDType>(v[i] & value_mask(count, n + i % 2));
+      }
+    }
+    return __any_sync(kFullWarp, found);
+  }
+
+  // Adds only what a row sees, so that a NaN reaches no other row.
+  __device__ __forceinline__ void add_values_singly(const unsigned char* values, int first,
+                                                    int relative, int count,
+                                                    const float (&weight)[kGroups][4]) {
+#pragma unroll 1
+    for (int token = 0; token < count; ++token) {
+      const int source = lane_id() / 4 * 4 + token % 8 / 2;
+      float w[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // By masks: an index known only at run time would move the weights to local memory.
+        uint32_t own = 0;
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            own |= __float_as_uint(weight[n][2 * i + e]) &
+                   (token / 8 == n && token % 2 == e ? 0xffffffffu : 0u);
+        w[i] = __uint_as_float(__shfl_sync(kFullWarp, own, source));
+      }
+      const bool see[2] = {options_.seen(token_[0], relative + token),
+                           options_.seen(token_[1], relative + token)};
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        float v[2];
+        load_floats<kDType>(values + Shape::offset(first + token, n) + lane_id() % 4 * 4, v);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (see[e / 2]) out_[n][e] = fmaf(w[e / 2], v[e % 2], out_[n][e]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void give(float4* out, float4* state) const {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+      out[32 * n] = make_float4(out_[n][0], out_[n][1], out_[n][2], out_[n][3]);
+    *state = make_float4(max_[0], max_[1], sum_[0], sum_[1]);
+  }
+
+  __device__ __forceinline__ void merge(const float4* out, float4 state) {
+    const float other_max[2] = {state.x, state.y}, other_sum[2] = {state.z, state.w};
+    float own[2], other[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float m = max_nan(max_[i], other_max[i]), to = m == -INFINITY ? 0.0f : m;
+      own[i] = exp2_fast(max_[i] - to);
+      other[i] = exp2_fast(other_max[i] - to);
+      max_[i] = m;
+      sum_[i] = sum_[i] * own[i] + other_sum[i] * other[i];
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const float4 o = out[32 * n];
+      out_[n][0] = out_[n][0] * own[0] + o.x * other[0];
+      out_[n][1] = out_[n][1] * own[0] + o.y * other[0];
+      out_[n][2] = out_[n][2] * own[1] + o.z * other[1];
+      out_[n][3] = out_[n][3] * own[1] + o.w * other[1];
+    }
+  }
+
+  LogitOptions options_;
+  float4* exchange_;
+  int rows_;                      // of the block
+  int token_[2];                  // new token t of this lane's two rows
+  int first_token_, last_token_;  // of the warp's rows
+  int slice_;                     // which token warp begins the next tile, see add()
+  uint32_t query_[kSteps][4];
+  float max_[2], sum_[2];  // max in units of log(2); sum of this lane's tokens
+  float out_[kColumns][4];
+};
+
+}  // namespace directkv::cuda

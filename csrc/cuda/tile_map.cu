@@ -1,0 +1,68 @@
+#include "tile_map.cuh"
+
+namespace directkv::cuda {
+
+#if defined(DIRECTKV_EMULATE_CUDA)
+
+cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pages, int64_t tiles,
+                          const CopyBox& box) {
+  *map = {static_cast<const unsigned char*>(pages),
+          layout.head_dim * itemsize(layout.dtype),
+          layout.page_size,
+          tiles,
+          box.span_bytes,
+          box.tokens,
+          box.spans};
+  return cudaSuccess;
+}
+
+#else
+
+namespace {
+
+// The runtime finds the driver's function, so that nothing links against the driver.
+decltype(&cuTensorMapEncodeTiled) encode_function() {
+  static const auto function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                         &found) != cudaSuccess) {
+      cudaGetLastError();
+      entry = nullptr;
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+  }();
+  return function;
+}
+
+}  // namespace
+
+cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pages, int64_t tiles,
+                          const CopyBox& box) {
+  if (tiles <= 0) return cudaSuccess;  // an empty pool: no row can be served from it
+  const auto encode = encode_function();
+  if (!encode) return cudaErrorNotSupported;
+  const int item = itemsize(layout.dtype);
+  const cuuint64_t row = static_cast<cuuint64_t>(layout.head_dim) * item;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(box.span_bytes / item),
+                              static_cast<cuuint64_t>(2 * layout.page_size),
+                              static_cast<cuuint64_t>(tiles), row / box.span_bytes};
+  const cuuint64_t strides[] = {row, static_cast<cuuint64_t>(layout.tile_bytes()),
+                                static_cast<cuuint64_t>(box.span_bytes)};
+  const cuuint32_t extent[] = {static_cast<cuuint32_t>(box.span_bytes / item),
+                               static_cast<cuuint32_t>(box.tokens), 1,
+                               static_cast<cuuint32_t>(box.spans)};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle = box.span_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box.span_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                            : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUresult status =
+      encode(map, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
+             const_cast<void*>(pages), sizes, strides, extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+#endif
+
+}  // namespace directkv::cuda

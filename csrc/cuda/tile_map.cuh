@@ -1,0 +1,55 @@
+// What the copy engine of an SM is told about the cache: a tensor map over all tiles.
+//
+// Tiles are stored plainly (page_layout.h: token-major rows), and ldmatrix over plain rows of 128
+// bytes or a multiple meets 8-way bank conflicts. The copy engine rearranges on the way: rows are
+// cut into spans of 128, 64 or 32 bytes, a span of all tokens of a tile is contiguous in shared
+// memory, and the 16-byte pieces within it are swizzled, so that a piece of 8 consecutive tokens
+// lies in 8 different groups of banks. Measured against storing the tiles swizzled and copying them
+// whole: the same bandwidth, on the link and from HBM (docs/performance.md).
+#pragma once
+
+#include "../page_layout.h"
+#include "device.cuh"
+
+#if !defined(DIRECTKV_EMULATE_CUDA)
+#include <cuda.h>
+#endif
+
+namespace directkv::cuda {
+
+// One copy brings `tokens` rows of `spans` spans.
+struct CopyBox {
+  int span_bytes;  // 128, 64 or 32: the swizzle
+  int tokens;
+  int spans;
+};
+
+#if !defined(DIRECTKV_EMULATE_CUDA)
+
+using TileMap = CUtensorMap;
+
+#if DIRECTKV_BULK_COPIES
+// Copies tokens [row, row + box.tokens) of tile `tile`, starting with span `span`; completes on the
+// barrier. Rows 0 to page_size - 1 of a tile are its keys, the next page_size its values.
+__device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int row, int tile,
+                                         int span, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(0), "r"(row), "r"(tile), "r"(span), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+
+#else
+
+using TileMap = emulation::TileMap;
+using emulation::copy_box;
+
+#endif
+
+// The map of a cache of `tiles` tiles (L * P * K) at `pages`, in host or device memory.
+cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pages, int64_t tiles,
+                          const CopyBox& box);
+
+}  // namespace directkv::cuda

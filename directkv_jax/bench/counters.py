@@ -1,0 +1,100 @@
+"""Bytes on the CPU-GPU link, counted by the GPU's own counters through Nsight Compute.
+
+`lts__t_sectors_srcunit_tex_aperture_sysmem.sum` counts the 32-byte sectors that the SMs ask of host
+memory, bulk copies included. What the copy engine moves is not among them.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from directkv_jax.bench.attention_cases import Case
+
+METRIC = "lts__t_sectors_srcunit_tex_aperture_sysmem.sum"
+SECTOR_BYTES = 32
+KERNELS = "regex:attend"  # ours and the naive one; neither the fills nor the marks
+LARGEST_KV_BYTES = 64 << 20
+TIMEOUT_S = 300
+_SMALL = 8192  # tokens of the one row that stands in for a larger case
+
+
+def link_bytes(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """For each implementation that reads host memory by kernel, the bytes one small case moves.
+
+    Returns:
+      one `{"case", "kv_bytes", "link_bytes", "reason"}` each; link_bytes is null, with a reason,
+      where it could not be counted.
+    """
+    picked: dict[str, Case] = {}
+    for case in cases:
+        if case.placement == "host" and case.implementation in ("cuda", "naive"):
+            smallest = picked.get(case.implementation)
+            if smallest is None or case.kv_bytes < smallest.kv_bytes:
+                picked[case.implementation] = case
+    counted = []
+    for case in picked.values():
+        case = dataclasses.replace(case, layers=1, appends=False)
+        if case.kv_bytes > LARGEST_KV_BYTES:
+            case = dataclasses.replace(case, lengths=(_SMALL,))
+        total, reason = _count(case)
+        counted.append(
+            {
+                "case": case.to_json(),
+                "kv_bytes": case.kv_bytes,
+                "link_bytes": total,
+                "reason": reason,
+            }
+        )
+    return counted
+
+
+def _count(case: Case) -> tuple[int | None, str | None]:
+    if not (ncu := shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")):
+        return None, "ncu (Nsight Compute) was not found"
+    command = [
+        ncu, "--clock-control", "none", "--metrics", METRIC, "--kernel-name", KERNELS,
+        "--target-processes", "all", "--csv", "--print-units", "base",
+        sys.executable, "-P", "-m", "directkv_jax", "bench", "attention", "--worker",
+    ]  # fmt: skip
+    order = {"cases": [case.to_json()], "repeats": 1, "once": True}
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(order), capture_output=True, text=True, timeout=TIMEOUT_S,
+            env=env, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"ncu: {error}"
+    if failed := [row["error"] for row in _rows(done.stdout) if row["error"]]:
+        return None, failed[0]
+    sectors = parse(done.stdout)
+    if not sectors:
+        tail = " ".join((done.stdout + done.stderr).split())[-300:]
+        return None, f"ncu (exit status {done.returncode}) reported no kernel: {tail}"
+    return sum(sectors) * SECTOR_BYTES, None
+
+
+def parse(output: str) -> list[int]:
+    """The metric of every kernel in ncu's CSV, which follows the program's own output."""
+    lines = output.splitlines()
+    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    rows = csv.DictReader(io.StringIO("\n".join(lines[begin:])))
+    values = (row["Metric Value"] for row in rows if row.get("Metric Name") == METRIC)
+    return [round(float(value.replace(",", ""))) for value in values]
+
+
+def _rows(output: str) -> list[dict[str, Any]]:
+    found = []
+    for line in output.splitlines():
+        if line.startswith('{"index"'):
+            found.append(json.loads(line)["row"])
+    return found

@@ -1,0 +1,94 @@
+"""A model with random weights, and the jitted decode step that `directkv bench decode` times."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from directkv_jax.models import Llama, LlamaConfig
+
+
+class RandomModel:
+    """A `Llama` taken apart: the structure is static, the weights are arguments of the step.
+
+    The weights do not exist until `make_weights`: a step compiled before that, against
+    `abstract_weights`, leaves the buffers in which XLA tries its matmuls out of the memory peak.
+
+    Args:
+      config: shapes under Hugging Face's names.
+      sharding: where the weights go; that of the small arrays beside the cache.
+    """
+
+    def __init__(self, config: dict[str, Any], sharding: jax.sharding.Sharding):
+        llama = LlamaConfig(rms_norm_eps=1e-5, max_position_embeddings=131072, **config)
+
+        def build():
+            return Llama(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+        self.config = llama
+        self._graphdef, state = nnx.split(nnx.eval_shape(build))
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(state)
+        self.abstract_weights = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for _, leaf in leaves
+        ]
+        self._kinds = [_kind(jax.tree_util.keystr(path)) for path, _ in leaves]
+
+    def make_weights(self) -> list[jax.Array]:
+        """Random weights, drawn on the device one array at a time, the largest first."""
+        weights: list[Any] = [None] * len(self.abstract_weights)
+        order = sorted(
+            range(len(weights)), key=lambda i: self.abstract_weights[i].size, reverse=True
+        )
+        for seed, index in enumerate(order):
+            spec, kind = self.abstract_weights[index], self._kinds[index]
+            weights[index] = _draw(kind, spec.shape, spec.dtype.name, spec.sharding)(seed)
+            weights[index].block_until_ready()  # one at a time, so that scratch does not add up
+        return weights
+
+    def logits(self, weights, cache, tokens, attention: str | None):
+        """One decode step, to be traced: int32 `[B, 1]` -> (float32 `[B, 1, vocabulary]`, cache).
+
+        Args:
+          weights: as `make_weights` returns them.
+          cache: a `KVCache`, or one of `decode_caches`.
+          tokens: the token chosen last in each row.
+          attention: for a cache of plain JAX, the `implementation` of its attention; else None.
+        """
+        state = jax.tree_util.tree_unflatten(self._treedef, weights)
+        model = nnx.merge(self._graphdef, state)
+        return model(tokens, cache) if attention is None else cache.decode(model, tokens, attention)
+
+    def step(self, attention: str | None, compiler_options: dict[str, Any] | None):
+        """(weights, cache, tokens int32 `[B, 1]`) -> (cache, next tokens, all logits are finite).
+
+        Donates the cache, and only the cache. `attention` as in `logits`; options of XLA.
+        """
+
+        def step(weights, cache, tokens):
+            logits, cache = self.logits(weights, cache, tokens, attention)
+            chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return cache, chosen, jnp.isfinite(logits).all()
+
+        return jax.jit(step, donate_argnums=1, compiler_options=compiler_options)
+
+
+def _kind(path: str) -> str:
+    return next(kind for kind in ("scale", "embedding", "kernel") if f"'{kind}'" in path)
+
+
+@functools.lru_cache(maxsize=64)
+def _draw(kind: str, shape: tuple[int, ...], dtype: str, sharding):
+    """A jitted function of a seed; one for each of the few shapes of a model."""
+
+    def draw(seed):
+        if kind == "scale":
+            return jnp.ones(shape, dtype)
+        # A kernel is [inputs, outputs] and keeps the variance of its input.
+        width = 0.02 if kind == "embedding" else shape[0] ** -0.5
+        return width * jax.random.normal(jax.random.key(seed), shape, dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
