@@ -15,11 +15,41 @@ constexpr int kPiecesPerThread = 4;  // what sizes the grid; a thread may take m
 // the row is written, so none has to wait for another.
 __global__ void __launch_bounds__(kThreads)
     append_kernel(const __grid_constant__ AppendParams p, int blocks_per_row) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
   const CacheView& cache = p.cache;
   const PageLayout& layout = cache.layout;
   const int b = static_cast<int>(blockIdx.x / blocks_per_row);
+  // All loads before the first look at one: they come in one round trip.
   const int64_t length = cache.lengths[b];
   const int seq = p.seq_lengths[b], layer = *cache.layer;
+
+  // 16-byte pieces in the order [K, key or value, token, piece]: neighbours in the source within a
+  // token, neighbours in the page from token to token.
+  const int pieces = layout.head_dim * itemsize(layout.dtype) / 16;
+  const int per_part = p.new_tokens * pieces, parts = 2 * layout.kv_heads;
+  const int stride = blocks_per_row * kThreads;
+  int i = static_cast<int>(blockIdx.x % blocks_per_row) * kThreads + static_cast<int>(threadIdx.x);
+  struct Piece {
+    int head, token, piece;
+    bool is_value;
+    uint4 data;
+  };
+  const auto load = [&](int at) {
+    const int part = at / per_part, in_part = at - part * per_part;
+    Piece x;
+    x.token = in_part / pieces;
+    x.piece = in_part - x.token * pieces;
+    x.head = part / 2;
+    x.is_value = part % 2 != 0;
+    const int64_t from =
+        ((int64_t{b} * p.new_tokens + x.token) * layout.kv_heads + x.head) * pieces + x.piece;
+    x.data = static_cast<const uint4*>(x.is_value ? p.value : p.key)[from];
+    return x;
+  };
+  Piece x = {};
+  if (i < parts * per_part) x = load(i);
+
   if (seq <= 0 || seq > p.new_tokens || length < 0 || length + seq > capacity(cache) ||
       !layer_in_range(cache, layer)) {
     return;
@@ -29,30 +59,20 @@ __global__ void __launch_bounds__(kThreads)
                            static_cast<int>((length + seq - 1) / layout.page_size) + 1};
   if (__syncthreads_or(any_bad_page(table_row, pages, cache.num_pages))) return;
 
-  // 16-byte pieces in the order [K, key or value, token, piece]: neighbours in the source within a
-  // token, neighbours in the page from token to token.
-  const int pieces = layout.head_dim * itemsize(layout.dtype) / 16;
-  const int64_t per_part = int64_t{seq} * pieces, total = 2 * layout.kv_heads * per_part;
-  const uint4* const sources[2] = {static_cast<const uint4*>(p.key),
-                                   static_cast<const uint4*>(p.value)};
   unsigned char* const tiles =
       static_cast<unsigned char*>(cache.pages) + layout.tile_offset(layer, cache.num_pages, 0, 0);
-  const int64_t stride = int64_t{blocks_per_row} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x % blocks_per_row} * kThreads + threadIdx.x; i < total;
-       i += stride) {
-    const int64_t part = i / per_part;
-    const int in_part = static_cast<int>(i - part * per_part);
-    const int t = in_part / pieces, piece = in_part - t * pieces;
-    const int k = static_cast<int>(part / 2);
-    const bool is_value = part % 2 != 0;
-    const int64_t from = ((int64_t{b} * p.new_tokens + t) * layout.kv_heads + k) * pieces + piece;
-    const int64_t position = length + t;
-    const int64_t page = table_row[position / layout.page_size];
-    const int slot = static_cast<int>(position % layout.page_size);
-    const int64_t element = is_value ? layout.value_row(slot) : layout.key_row(slot);
-    unsigned char* to = tiles + (page * layout.kv_heads + k) * layout.tile_bytes() +
-                        element * itemsize(layout.dtype) + piece * 16;
-    *reinterpret_cast<uint4*>(to) = is_value ? sources[1][from] : sources[0][from];
+  while (i < parts * per_part) {
+    if (x.token < seq) {
+      const int64_t position = length + x.token;
+      const int64_t page = table_row[position / layout.page_size];
+      const int slot = static_cast<int>(position % layout.page_size);
+      const int64_t element = x.is_value ? layout.value_row(slot) : layout.key_row(slot);
+      unsigned char* const to = tiles + (page * layout.kv_heads + x.head) * layout.tile_bytes() +
+                                element * itemsize(layout.dtype) + x.piece * 16;
+      *reinterpret_cast<uint4*>(to) = x.data;
+    }
+    i += stride;
+    if (i < parts * per_part) x = load(i);
   }
 }
 
@@ -67,6 +87,7 @@ cudaError_t append(const AppendParams& p, cudaStream_t stream) {
   }
   const int64_t pieces =
       int64_t{2} * layout.kv_heads * p.new_tokens * layout.head_dim * itemsize(layout.dtype) / 16;
+  if (pieces > INT32_MAX / 2) return cudaErrorInvalidConfiguration;  // of one row
   // Few blocks saturate a link; many rows bring their own.
   constexpr int64_t kMaxBlocksPerRow = 128;
   const int64_t blocks_per_row = std::clamp<int64_t>(

@@ -15,13 +15,17 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
   using Shape = typename Attention::Shape;
   unsigned char* const shared = dynamic_shared();
   TileRing<Shape> ring(shared, grid.stages);
-  if (threadIdx.x == 0) ring.init(Attention::kWarps);
-  __syncthreads();
-  WorkCursor cursor(p, grid);
-  if (threadIdx.x / 32 == Attention::kWarps) {
-    TileProducer<Shape>(p, grid, &map, ring).run(cursor, Attention::kScratch);
-    return;
+  if (threadIdx.x == 0) {
+    prefetch_map(&map);
+    ring.init(Attention::kWarps);
   }
+  __syncthreads();
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const bool produces = threadIdx.x / 32 == Attention::kWarps;
+  TileProducer<Shape> producer(p, grid, &map, ring);
+  WorkCursor cursor(p, grid);
+  if (produces) return producer.run(cursor, Attention::kScratch);
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;
   Attention attention(p, own);
   // In shared memory, one for each warp: registers are what the matrix fragments need.

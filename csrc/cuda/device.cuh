@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device_limits.h"
+
 // The copy engine of an SM (bulk copies that complete on a barrier) came with compute
 // capability 9.0.
 #if defined(DIRECTKV_EMULATE_CUDA) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
@@ -113,7 +115,25 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The status is that of this launch alone: an older error of the process is not picked up.
+// Kernels that follow each other in a stream may overlap (compute capability 9.0): the next one is
+// started before this one is done, and waits where it first needs what came before. Every kernel
+// launched so calls wait_for_earlier_kernels() in all its threads, before it reads or writes global
+// memory that another kernel writes or reads; so the end of one means the end of all before it.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may be started once all CTAs have come here or ended.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Launches a kernel of that kind, see wait_for_earlier_kernels(). The status is that of this launch
+// alone: an older error of the process is not picked up.
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Args&... args) {
@@ -133,6 +153,11 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &overlap;
+  config.numAttrs = device_limits().bulk_copies ? 1 : 0;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (status != cudaSuccess) cudaGetLastError();
   return status;

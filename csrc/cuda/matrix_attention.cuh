@@ -163,12 +163,23 @@ class MatrixAttention {
     }
     softmax(weight);
     const unsigned char* const values = stage + Shape::kHalfBytes;
-    if (edge && any_nonfinite_value(values, first, count)) {
-      add_values_singly(values, first, relative, min(count, kSlice), weight);
-    } else {
-      add_values(values, first, edge ? count : kSlice, weight);
+    TokenRange some = {0, kSlice};
+    if (edge) {
+      some = {options_.first_seen(first_token_) - relative,
+              min(count, last_token_ - relative + 1)};
+      // Where all rows see the same tokens, the others are masked in full.
+      if (first_token_ != last_token_ && any_nonfinite_value(values, first, some)) {
+        add_values_singly(values, first, relative, min(count, kSlice), weight);
+        return;
+      }
     }
+    add_values(values, first, some, weight);
   }
+
+  // Tokens of a slice that some row of the warp sees: values outside may be anything.
+  struct TokenRange {
+    int begin, end;
+  };
 
   // Logits in units of log(2).
   __device__ __forceinline__ void logits(const unsigned char* keys, int first,
@@ -240,11 +251,13 @@ class MatrixAttention {
     }
   }
 
-  // Mask of the elements of a register of values that belong to the first `count` tokens: the
-  // register holds tokens 2 * (lane % 4) and the next of group `n`.
-  static __device__ __forceinline__ uint32_t value_mask(int count, int n) {
-    const int left = count - 8 * n - lane_id() % 4 * 2;
-    return left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+  // Mask of the elements of a register of values whose tokens are in the range: the register holds
+  // tokens 2 * (lane % 4) and the next of group `n`.
+  static __device__ __forceinline__ uint32_t value_mask(TokenRange range, int n) {
+    const int token = 8 * n + lane_id() % 4 * 2;
+    const bool low = token >= range.begin && token < range.end;
+    const bool high = token + 1 >= range.begin && token + 1 < range.end;
+    return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
   }
 
   // The values of 16 tokens and 16 columns from column 16 * d.
@@ -255,15 +268,15 @@ class MatrixAttention {
         v, values + Shape::piece_pair(first + token, Shape::flip(token, lane_id() / 16), d));
   }
 
-  __device__ __forceinline__ void add_values(const unsigned char* values, int first, int count,
-                                             const float (&weight)[kGroups][4]) {
+  __device__ __forceinline__ void add_values(const unsigned char* values, int first,
+                                             TokenRange range, const float (&weight)[kGroups][4]) {
 #pragma unroll
     for (int n = 0; n < kGroups; n += 2) {
       const uint32_t weights[4] = {pack<kDType>(weight[n][0], weight[n][1]),
                                    pack<kDType>(weight[n][2], weight[n][3]),
                                    pack<kDType>(weight[n + 1][0], weight[n + 1][1]),
                                    pack<kDType>(weight[n + 1][2], weight[n + 1][3])};
-      const uint32_t mask[2] = {value_mask(count, n), value_mask(count, n + 1)};
+      const uint32_t mask[2] = {value_mask(range, n), value_mask(range, n + 1)};
       pipelined<kSteps>(
           [&](uint32_t (&v)[4], int d) { load_values(v, values, first + 8 * n, d); },
           [&](const uint32_t (&v)[4], int d) {
@@ -273,19 +286,19 @@ class MatrixAttention {
     }
   }
 
-  // Whether a value of the first `count` tokens is infinite or NaN; the same answer in all lanes.
+  // Whether a value of the range is infinite or NaN; the same answer in all lanes.
   static __device__ __forceinline__ bool any_nonfinite_value(const unsigned char* values, int first,
-                                                             int count) {
+                                                             TokenRange range) {
     bool found = false;
 #pragma unroll 1
-    for (int n = 0; n < kGroups && 8 * n < count; n += 2) {
+    for (int n = 0; n < kGroups && 8 * n < range.end; n += 2) {
 #pragma unroll 1
       for (int d = 0; d < kSteps; ++d) {
         uint32_t v[4];
         load_values(v, values, first + 8 * n, d);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          found |= any_nonfinite<kDType>(v[i] & value_mask(count, n + i % 2));
+          found |= any_nonfinite<kDType>(v[i] & value_mask(range, n + i % 2));
       }
     }
     return __any_sync(kFullWarp, found);

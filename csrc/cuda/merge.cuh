@@ -8,8 +8,9 @@ namespace directkv::cuda {
 
 constexpr int kMergeThreads = 128;
 
-// One CTA per query (b, t, n). The threads stand in sets of H/4, one thread per 4 columns; a set
-// takes every sets-th partial state.
+// One CTA per query (b, t, n). It finds out what there is to merge while the attend kernel runs, and
+// waits for it before it touches a result. The threads stand in sets of H/4, one thread per 4 columns;
+// a set takes every sets-th partial state.
 template <DType kDType>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ AttendGrid grid) {
@@ -26,11 +27,13 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int t = static_cast<int>(row_token % p.query_tokens);
   E* const out = static_cast<E*>(p.out) + query * head_dim;
   const auto answer = [&](float value, float lse) {
+    wait_for_earlier_kernels();
     for (int h = thread; h < head_dim; h += kMergeThreads)
       out[h] = Element<kDType>::from_float(value);
     if (thread == 0) p.lse[query] = lse;
   };
 
+  let_next_kernel_start();
   const int seq = p.seq_lengths[b];
   const bool seq_ok = seq >= 0 && seq <= p.query_tokens;
   if (seq_ok && t >= seq) return answer(0.0f, -INFINITY);  // not a valid query
@@ -56,17 +59,20 @@ __global__ void __launch_bounds__(kMergeThreads)
   const Unit unit(p, grid, row, block);
   if (unit.tiles == 0) return answer(0.0f, -INFINITY);
 
-  const WorkTotals totals(p, grid, b);
-  int begin = totals.before;
-  int per_head = 0;
-  for (int i = 0; i < grid.row_blocks; ++i) {
-    const int tiles = Unit(p, grid, row, i).tiles;
-    per_head += tiles;
-    if (i < block) begin += tiles;
+  // Where the unit begins in the work list.
+  int total = 0, begin = 0;
+  for (int base = 0; base < cache.batch; base += 32) {
+    const RowGroup group(p, grid, base, total);
+    total = group.total();
+    if (b >= base && b < base + 32) {
+      const int per_head = __shfl_sync(kFullWarp, group.per_head, b - base);
+      begin = __shfl_sync(kFullWarp, group.end, b - base) - (cache.layout.kv_heads - k) * per_head;
+    }
   }
-  begin += k * per_head;
-  const WorkSplit split(grid, totals.total);
+  for (int i = 0; i < block; ++i) begin += Unit(p, grid, row, i).tiles;
+  const WorkSplit split(grid, total);
   const int first_cta = split.cta_of(begin), last_cta = split.cta_of(begin + unit.tiles - 1);
+  wait_for_earlier_kernels();
   if (first_cta == last_cta) return;  // the unit was finished there
 
   const PartialStates states(p, grid);

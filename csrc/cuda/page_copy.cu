@@ -17,6 +17,7 @@ constexpr int64_t kMaxBlocks = 512;
 template <bool kWrite>
 __global__ void __launch_bounds__(kThreads)
     copy_kernel(const __grid_constant__ PageCopyParams p, int64_t pieces, int64_t runs_per_page) {
+  wait_for_earlier_kernels();
   const int64_t items = p.count * p.num_layers * runs_per_page;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t unit = item / runs_per_page;  // i * L + layer

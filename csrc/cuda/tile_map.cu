@@ -53,9 +53,8 @@ cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pa
                                static_cast<cuuint32_t>(box.tokens), 1,
                                static_cast<cuuint32_t>(box.spans)};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUtensorMapSwizzle swizzle = box.span_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : box.span_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                            : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUtensorMapSwizzle swizzle = box.span_bytes == kSwizzledBytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                                      : CU_TENSOR_MAP_SWIZZLE_NONE;
   const CUresult status =
       encode(map, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
              const_cast<void*>(pages), sizes, strides, extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -1,11 +1,14 @@
 // What the copy engine of an SM is told about the cache: a tensor map over all tiles.
 //
 // Tiles are stored plainly (page_layout.h: token-major rows), and ldmatrix over plain rows of 128
-// bytes or a multiple meets 8-way bank conflicts. The copy engine rearranges on the way: rows are
-// cut into spans of 128, 64 or 32 bytes, a span of all tokens of a tile is contiguous in shared
-// memory, and the 16-byte pieces within it are swizzled, so that a piece of 8 consecutive tokens
-// lies in 8 different groups of banks. Measured against storing the tiles swizzled and copying them
-// whole: the same bandwidth, on the link and from HBM (docs/performance.md).
+// bytes or a multiple meets 8-way bank conflicts. The copy engine rearranges on the way: rows are cut
+// into spans of 128 bytes, a span of all tokens of a tile is contiguous in shared memory, and the
+// 16-byte pieces within it are swizzled, so that a piece of 8 consecutive tokens lies in 8 different
+// groups of banks. Measured against storing the tiles swizzled and copying them whole: the same
+// bandwidth, on the link and from HBM (docs/performance.md).
+//
+// Other rows (head dims 80 and 96) stay as they are, one span: they conflict 2-way or 4-way, and
+// spans of 32 or 64 bytes would be read as requests of that size, which costs half of a link.
 #pragma once
 
 #include "../page_layout.h"
@@ -17,9 +20,15 @@
 
 namespace directkv::cuda {
 
+constexpr int kSwizzledBytes = 128;  // a span of this length is swizzled
+
+constexpr int span_bytes(int row_bytes) {
+  return row_bytes % kSwizzledBytes == 0 ? kSwizzledBytes : row_bytes;
+}
+
 // One copy brings `tokens` rows of `spans` spans.
 struct CopyBox {
-  int span_bytes;  // 128, 64 or 32: the swizzle
+  int span_bytes;
   int tokens;
   int spans;
 };
@@ -27,6 +36,15 @@ struct CopyBox {
 #if !defined(DIRECTKV_EMULATE_CUDA)
 
 using TileMap = CUtensorMap;
+
+// Ahead of the first copy, which would wait for the map otherwise.
+__device__ __forceinline__ void prefetch_map(const TileMap* map) {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#else
+  (void)map;
+#endif
+}
 
 #if DIRECTKV_BULK_COPIES
 // Copies tokens [row, row + box.tokens) of tile `tile`, starting with span `span`; completes on the
@@ -45,6 +63,7 @@ __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int r
 
 using TileMap = emulation::TileMap;
 using emulation::copy_box;
+inline void prefetch_map(const TileMap*) {}
 
 #endif
 

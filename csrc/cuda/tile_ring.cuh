@@ -77,7 +77,7 @@ class TileProducer {
  public:
   __device__ __forceinline__ TileProducer(const AttendParams& p, const AttendGrid& grid,
                                           const TileMap* map, TileRing<Shape> ring)
-      : p_(p), grid_(grid), map_(map), ring_(ring) {}
+      : p_(p), grid_(grid), map_(map), ring_(ring), layer_(*p.cache.layer) {}
 
   // Fetches every tile of the segments, and after each segment `scratch` empty stages.
   __device__ __forceinline__ void run(WorkCursor cursor, int scratch) {
@@ -116,7 +116,7 @@ class TileProducer {
   // Index of the tile of the cache that holds the page for this layer and KV head.
   __device__ __forceinline__ int64_t cache_tile(const Segment& segment, int page) const {
     const CacheView& cache = p_.cache;
-    return (*cache.layer * cache.num_pages + page_id(segment, page)) * cache.layout.kv_heads +
+    return (layer_ * cache.num_pages + page_id(segment, page)) * cache.layout.kv_heads +
            segment.k;
   }
 
@@ -182,6 +182,7 @@ class TileProducer {
   const AttendGrid& grid_;
   const TileMap* map_;
   TileRing<Shape> ring_;
+  int64_t layer_;
   RingPosition at_;
 };
 

@@ -18,23 +18,21 @@ struct TileShape {
   static constexpr int kHalfBytes = kTokens * kTokenBytes;  // keys, or values
   static constexpr int kStageBytes = 2 * kHalfBytes;        // keys, then values
 
-  // Spans, see tile_map.cuh: the largest power of two up to 128 that divides a row.
-  static constexpr int kSpanBytes = kTokenBytes % 128 == 0 ? 128 : kTokenBytes % 64 == 0 ? 64 : 32;
+  // Spans, see tile_map.cuh.
+  static constexpr int kSpanBytes = span_bytes(kTokenBytes);
   static constexpr int kSpans = kTokenBytes / kSpanBytes;
   static constexpr int kSpanPieces = kSpanBytes / 16;
   static_assert(kTokenBytes % 32 == 0 && kTokens % 8 == 0 && kStageBytes % 1024 == 0, "alignment");
 
-  // What the swizzle of a span does to its pieces: XOR with this, the same for all pieces of a
-  // token.
+  // What the swizzle does to the pieces of a span: XOR with this, the same for all pieces of a token.
   static __device__ __forceinline__ int swizzle(int token) {
-    constexpr int kTokensPerLine = 128 / kSpanBytes;  // tokens until the banks repeat
-    return token / kTokensPerLine % kSpanPieces;
+    return kSpanBytes == kSwizzledBytes ? token % 8 : 0;
   }
 
   // Byte offset of a 16-byte piece of a token, within the keys or the values of a stage.
   static __device__ __forceinline__ int offset(int token, int piece) {
     return piece / kSpanPieces * (kTokens * kSpanBytes) + token * kSpanBytes +
-           ((piece % kSpanPieces) ^ swizzle(token)) * 16;
+           (piece % kSpanPieces ^ swizzle(token)) * 16;
   }
 
   // The same for loops over the pieces of a token: offset(token, 2 * i + odd) ==

@@ -39,9 +39,14 @@ struct LogitOptions {
   __device__ __forceinline__ explicit LogitOptions(const AttendParams& p)
       : scale(p.scale), soft_cap(p.soft_cap), window_left(p.window_left) {}
 
-  // Whether the query with new token t sees the token at `relative`, its position minus the length.
+  // What the query with new token t sees: tokens at `relative` (their position minus the length) from
+  // first_seen(t) to t.
+  __device__ __forceinline__ int first_seen(int t) const {
+    constexpr int kAll = INT32_MIN + (1 << 20);  // no row is longer, and a little less is a number
+    return window_left < 0 ? kAll : max(kAll, t - window_left);
+  }
   __device__ __forceinline__ bool seen(int t, int relative) const {
-    return relative <= t && relative >= (window_left < 0 ? INT32_MIN : t - window_left);
+    return relative <= t && relative >= first_seen(t);
   }
 };
 
@@ -84,13 +89,16 @@ struct RowWork {
   int length;  // int32: capacity may be larger, a length is not
   int seq;     // valid queries; 0 also where the row cannot be served
 
+  __device__ __forceinline__ RowWork(int length_, int seq_) : length(length_), seq(seq_) {}
   RowWork() = default;
-  __device__ __forceinline__ RowWork(const AttendParams& p, int b)
-      : length(p.cache.lengths[b]), seq(p.seq_lengths[b]) {
-    if (length < 0 || length > capacity(p.cache) || seq < 0 || seq > p.query_tokens ||
-        !layer_in_range(p.cache, *p.cache.layer)) {
-      length = seq = 0;
-    }
+  __device__ __forceinline__ RowWork(const AttendParams& p, int b) {
+    // All loads before the first look at one: they come in one round trip.
+    const int layer = *p.cache.layer;
+    length = p.cache.lengths[b];
+    seq = p.seq_lengths[b];
+    const bool ok = length >= 0 && length <= capacity(p.cache) && seq >= 0 &&
+                    seq <= p.query_tokens && layer_in_range(p.cache, layer);
+    if (!ok) length = seq = 0;
     // Without a page there is nothing to copy; the row's ids are out of range in any case.
     if (p.cache.num_pages <= 0) length = 0;
   }
@@ -147,42 +155,45 @@ struct Tile {
   }
 };
 
-// Tiles of one KV head of row b, all row blocks.
-__device__ __forceinline__ int head_tiles(const AttendParams& p, const AttendGrid& grid, int b) {
-  const RowWork row(p, b);
+// Tiles of one KV head of a row, all row blocks.
+__device__ __forceinline__ int head_tiles(const AttendParams& p, const AttendGrid& grid,
+                                          const RowWork& row) {
   int tiles = 0;
   for (int block = 0; block < grid.row_blocks; ++block) tiles += Unit(p, grid, row, block).tiles;
   return tiles;
 }
 
-// Sizes of the work list; a warp finds them together. The launcher has checked that they fit.
-struct WorkTotals {
-  int total;   // tiles of all rows
-  int before;  // tiles of the rows before b
+// 32 rows of the work list, one for each lane of a warp: tiles of one KV head of the row, and of all
+// rows up to and including it.
+struct RowGroup {
+  RowWork row;
+  int per_head, end;
 
-  __device__ __forceinline__ WorkTotals(const AttendParams& p, const AttendGrid& grid, int b) {
-    total = before = 0;
-    for (int row = lane_id(); row < p.cache.batch; row += 32) {
-      const int tiles = head_tiles(p, grid, row) * p.cache.layout.kv_heads;
-      total += tiles;
-      if (row < b) before += tiles;
-    }
+  __device__ __forceinline__ RowGroup(const AttendParams& p, const AttendGrid& grid, int base,
+                                      int before) {
+    const int b = base + lane_id();
+    row = RowWork(p, min(b, p.cache.batch - 1));
+    per_head = b < p.cache.batch ? head_tiles(p, grid, row) : 0;
+    end = per_head * p.cache.layout.kv_heads;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      total += __shfl_xor_sync(kFullWarp, total, offset);
-      before += __shfl_xor_sync(kFullWarp, before, offset);
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int below = __shfl_up_sync(kFullWarp, end, offset);
+      if (lane_id() >= offset) end += below;
     }
+    end += before;
   }
+  // Tiles of all rows up to the last of the group.
+  __device__ __forceinline__ int total() const { return __shfl_sync(kFullWarp, end, 31); }
 };
 
 // The even split: CTA c has tiles [begin(c), begin(c + 1)), the first few CTAs one more than the
 // rest.
 struct WorkSplit {
-  int ctas;  // that have work: those launched, or one for each tile
+  int ctas;  // that have work: of less than two tiles the rest costs more than it saves
   int each, rest;
 
   __device__ __forceinline__ WorkSplit(const AttendGrid& grid, int total)
-      : ctas(min(grid.ctas, total)), each(ctas > 0 ? total / ctas : 0), rest(total - each * ctas) {}
+      : ctas(min(grid.ctas, (total + 1) / 2)), each(ctas > 0 ? total / ctas : 0), rest(total - each * ctas) {}
   __device__ __forceinline__ int begin(int c) const { return each * c + min(c, rest); }
   // The CTA that has a tile.
   __device__ __forceinline__ int cta_of(int tile) const {
@@ -206,47 +217,40 @@ struct Segment {
 class WorkCursor {
  public:
   __device__ __forceinline__ WorkCursor(const AttendParams& p, const AttendGrid& grid) {
-    const int total = WorkTotals(p, grid, 0).total;
-    const WorkSplit split(grid, total);
     const int c = static_cast<int>(blockIdx.x);
+    RowGroup group(p, grid, 0, 0);
+    int total = group.total();
+    for (int base = 32; base < p.cache.batch; base += 32)
+      total = RowGroup(p, grid, base, total).total();
+    const WorkSplit split(grid, total);
     if (c >= split.ctas) return;
     const int begin = split.begin(c);
     left_ = split.begin(c + 1) - begin;
-    // The row that holds tile `begin`: 32 rows at a time.
-    int before = 0;
-    for (int base = 0; base < p.cache.batch; base += 32) {
-      const int row = base + lane_id();
-      const int tiles =
-          row < p.cache.batch ? head_tiles(p, grid, row) * p.cache.layout.kv_heads : 0;
-      int end = tiles;  // inclusive sum over the lanes
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int below = __shfl_up_sync(kFullWarp, end, offset);
-        if (lane_id() >= offset) end += below;
-      }
-      const unsigned beyond = __ballot_sync(kFullWarp, begin < before + end);
-      if (beyond != 0) {
-        const int lane = __ffs(static_cast<int>(beyond)) - 1;
-        b_ = base + lane;
-        tile_ = begin - before - __shfl_sync(kFullWarp, end - tiles, lane);
-        break;
-      }
-      before += __shfl_sync(kFullWarp, end, 31);
+    // The row that holds tile `begin`.
+    for (int base = 0, before = 0;; before = group.total(), base += 32) {
+      if (base > 0) group = RowGroup(p, grid, base, before);
+      const unsigned beyond = __ballot_sync(kFullWarp, begin < group.end);
+      if (beyond == 0) continue;
+      const int lane = __ffs(static_cast<int>(beyond)) - 1;
+      b_ = base + lane;
+      row_ = {__shfl_sync(kFullWarp, group.row.length, lane),
+              __shfl_sync(kFullWarp, group.row.seq, lane)};
+      const int per_head = __shfl_sync(kFullWarp, group.per_head, lane);
+      tile_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
+      k_ = tile_ / per_head;
+      tile_ -= k_ * per_head;  // next() walks on to the row block
+      return;
     }
-    const int per_head = head_tiles(p, grid, b_);
-    k_ = tile_ / per_head;
-    tile_ -= k_ * per_head;  // next() walks on to the row block
   }
 
   // The next segment into `*segment`; false: there is none.
   __device__ __forceinline__ bool next(const AttendParams& p, const AttendGrid& grid,
                                        Segment* segment) {
     while (left_ > 0) {
-      const RowWork row(p, b_);
-      const Unit unit(p, grid, row, block_);
+      const Unit unit(p, grid, row_, block_);
       if (tile_ < unit.tiles) {
         const int end = min(unit.tiles, tile_ + left_);
-        *segment = {b_, k_, row, unit, tile_, end};
+        *segment = {b_, k_, row_, unit, tile_, end};
         left_ -= end - tile_;
         tile_ = end;
         return true;
@@ -256,7 +260,7 @@ class WorkCursor {
         block_ = 0;
         if (++k_ == p.cache.layout.kv_heads) {
           k_ = 0;
-          ++b_;
+          row_ = RowWork(p, ++b_);  // there is one: tiles are left
         }
       }
     }
@@ -266,6 +270,7 @@ class WorkCursor {
  private:
   int left_ = 0;  // tiles of this CTA not yet given out
   int b_ = 0, k_ = 0, block_ = 0;
+  RowWork row_;  // of b_
   int tile_ = 0;  // in the unit; may lie beyond it, in a later one
 };
 

@@ -63,17 +63,19 @@ class RandomModel:
         return model(tokens, cache) if attention is None else cache.decode(model, tokens, attention)
 
     def step(self, attention: str | None, compiler_options: dict[str, Any] | None):
-        """(weights, cache, tokens int32 `[B, 1]`) -> (cache, next tokens, all logits are finite).
+        """(weights, cache, tokens int32 `[B, 1]`, finite bool) -> the last three after a step.
 
-        Donates the cache, and only the cache. `attention` as in `logits`; options of XLA.
+        `finite` stays true while all logits of all steps are. Donates all but the weights, so that
+        every result lies where its operand lay and a CUDA graph can be replayed as it is.
+        `attention` as in `logits`; options of XLA.
         """
 
-        def step(weights, cache, tokens):
+        def step(weights, cache, tokens, finite):
             logits, cache = self.logits(weights, cache, tokens, attention)
-            chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return cache, chosen, jnp.isfinite(logits).all()
+            chosen = jnp.argmax(logits, axis=-1).astype(tokens.dtype)
+            return cache, chosen, finite & jnp.isfinite(logits).all()
 
-        return jax.jit(step, donate_argnums=1, compiler_options=compiler_options)
+        return jax.jit(step, donate_argnums=(1, 2, 3), compiler_options=compiler_options)
 
 
 def _kind(path: str) -> str:

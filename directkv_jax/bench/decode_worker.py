@@ -63,13 +63,14 @@ def _measure(case: Case) -> dict[str, Any]:
     cache, sharding = _filled(case)
     model = RandomModel(case.config, sharding)
     tokens = jax.device_put(jnp.zeros((case.batch, 1), jnp.int32), sharding)
+    finite = jax.device_put(jnp.ones((), bool), sharding)
     _say(case, "compiles")
-    step, compiled, attention, notes = _compile(case, model, cache, tokens, on_gpu)
+    step, compiled, attention, notes = _compile(case, model, cache, (tokens, finite), on_gpu)
     _say(case, "makes the weights")
     weights = model.make_weights()
     _check_sizes(case, weights)
     _say(case, "steps")
-    seconds, cache, finite = _time(case, step, weights, cache, tokens)
+    seconds, cache, finite = _time(case, step, weights, cache, tokens, finite)
     host_bytes, device_bytes = _cache_sizes(cache)
     row = {
         **case.row(),
@@ -112,14 +113,14 @@ def _filled(case: Case):
     return jax.block_until_ready(cache), one_device("device")
 
 
-def _compile(case: Case, model: RandomModel, cache, tokens, on_gpu: bool):
+def _compile(case: Case, model: RandomModel, cache, carried, on_gpu: bool):
     """(the jitted step, its compiled form, whose attention, notes).
 
     The jitted step itself is called later: it finds the compiled form by its arguments.
     """
     if case.placement in ("host", "device"):
         step = model.step(None, None)
-        return step, step.lower(model.abstract_weights, cache, tokens).compile(), _ours(cache), []
+        return step, step.lower(model.abstract_weights, cache, *carried).compile(), _ours(cache), []
     candidates = [case.attention]
     if case.attention == "auto":
         candidates = ["cudnn", "xla"] if on_gpu else ["xla"]
@@ -128,7 +129,7 @@ def _compile(case: Case, model: RandomModel, cache, tokens, on_gpu: bool):
         options = OVERLAP if case.placement == "staged" and on_gpu else None
         step = model.step(attention, options)
         try:
-            compiled = step.lower(model.abstract_weights, cache, tokens).compile()
+            compiled = step.lower(model.abstract_weights, cache, *carried).compile()
         except Exception as error:
             if attention == candidates[-1]:
                 raise
@@ -146,19 +147,18 @@ def _ours(cache) -> str:
     return choose(None, request).name
 
 
-def _time(case: Case, step, weights, cache, tokens):
+def _time(case: Case, step, weights, cache, tokens, finite):
     """(seconds of each timed step, the cache, whether all logits of all steps were finite)."""
-    seconds, finite = [], []
+    seconds = []
     for _ in range(case.warmup + case.steps):
         start = time.perf_counter()
-        cache, tokens, ok = step(weights, cache, tokens)
+        cache, tokens, finite = step(weights, cache, tokens, finite)
         tokens.block_until_ready()
         seconds.append(time.perf_counter() - start)
-        finite.append(ok)
     lengths = jax.device_get(cache.lengths).tolist()
     if lengths != [case.capacity] * case.batch:
         raise RuntimeError(f"the rows should hold {case.capacity} tokens, but hold {lengths}")
-    return seconds[case.warmup :], cache, all(bool(ok) for ok in finite)
+    return seconds[case.warmup :], cache, bool(finite)
 
 
 def against(case: Case, ms: float, measured: dict[str, Any]) -> dict[str, Any]:

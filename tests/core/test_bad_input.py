@@ -158,6 +158,9 @@ def test_wrong_tokens(cache, change, error, message, jitted):
             "`logits_soft_cap` should be positive or None, but got -3.0",
         ),
         ({"local_window_size": -1}, ValueError, "sliding_window=W is (W - 1, 0)"),
+        ({"num_ctas": 0}, ValueError, "`num_ctas` should be from 1 to 65536 or None"),
+        ({"num_ctas": 1.5}, TypeError, "`num_ctas` should be an int or None"),
+        ({"num_ctas": True}, TypeError, "`num_ctas` should be an int or None"),
         (
             {"local_window_size": (3, -1)},
             ValueError,

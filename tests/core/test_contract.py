@@ -28,6 +28,7 @@ AXES = {
     "fresh": (True, False),
     "scale": (None, 0.3),
     "placement": ("host", "device"),
+    "num_ctas": (None, 1, 3),
 }
 PAGES = {16: 5, 64: 3}  # pages of a row, by page size: room for 33 tokens, and a page to cross
 
@@ -68,6 +69,7 @@ def name(case: dict) -> str:
         f"-{case['lengths']}-{case['seq_lengths'] or 'all'}-p{case['page_size']}{window}"
         f"{'-cap' if case['soft_cap'] else ''}{'-fresh' if case['fresh'] else ''}"
         f"{'' if case['scale'] is None else '-scaled'}-{case['placement']}"
+        f"{'' if case['num_ctas'] is None else '-C' + str(case['num_ctas'])}"
     )
 
 
@@ -112,7 +114,7 @@ def test_attention_is_exact(implementation, case):
         query_seq_lengths=None if seq_lengths is None else np.int32(seq_lengths),
         # A Hugging Face window W is (W - 1, 0): nothing to the right, which causal queries lack.
         local_window_size=(window, 0) if case["window"] == "past_a_page" else window,
-        logits_soft_cap=case["soft_cap"], implementation=implementation,
+        logits_soft_cap=case["soft_cap"], implementation=implementation, num_ctas=case["num_ctas"],
     )  # fmt: skip
     assert out.dtype == dtype
     assert lse.dtype == np.float32
@@ -120,6 +122,34 @@ def test_attention_is_exact(implementation, case):
         out, lse, dtype, query, built.keys[layer], built.values[layer], lengths, *fresh,
         seq_lengths=seq_lengths, scale=case["scale"], soft_cap=case["soft_cap"], window=window,
     )  # fmt: skip
+
+
+# Query heads of a KV head times new tokens: what a CUDA kernel instance has room for, and more.
+ROWS = {4: (4, 1), 16: (8, 2), 32: (4, 8), 64: (8, 8), 128: (16, 8), 144: (16, 9)}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("head_dim", AXES["head_dim"])
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+def test_every_cuda_kernel(dtype, head_dim, rows):
+    group, tokens = ROWS[rows]
+    shape = {"dtype": dtype, "head_dim": head_dim, "num_query_heads": 2 * group, "num_kv_heads": 2}
+    if reason := directkv_jax.unsupported_reason("cuda", **shape):
+        pytest.skip(f'implementation="cuda": {reason}')
+    lengths = [150, 64 + rows % 7]
+    built = cache_builder.build(
+        lengths, max_length=192, num_kv_heads=2, head_dim=head_dim, dtype=np.dtype(dtype),
+        page_size=64, seed=rows,
+    )  # fmt: skip
+    new = cache_builder.tokens(
+        rows, len(lengths), tokens, 2 * group, 2, head_dim, np.dtype(dtype), None
+    )
+    out, lse = directkv_jax.attend(
+        new[0], built.cache, *new[1:], return_residual=True, implementation="cuda"
+    )
+    oracle.check(
+        out, lse, np.dtype(dtype), new[0], built.keys[0], built.values[0], lengths, *new[1:]
+    )
 
 
 def test_the_selection_covers_every_pair():

@@ -227,7 +227,9 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
                              (span + s) * map->span_bytes + 16 * i;
         // The engine swizzles by address: the 128-byte line chooses.
         unsigned char* const line = to + (s * map->box_tokens + t) * map->span_bytes;
-        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % pieces);
+        const int swizzle = map->span_bytes == 128
+                                ? static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8)
+                                : 0;
         start(find(barrier).copies, line + 16 * (i ^ swizzle), map->pages + from, 16);
       }
 }

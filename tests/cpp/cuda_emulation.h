@@ -130,6 +130,8 @@ using emulation::dynamic_shared;
 using emulation::sync_some;
 
 inline void barrier_init_fence() {}
+inline void wait_for_earlier_kernels() {}
+inline void let_next_kernel_start() {}
 inline void fence_before_bulk_copies() {}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
