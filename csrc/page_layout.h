@@ -9,8 +9,8 @@
 // so one tile is one contiguous run that a copy engine, or a warp, fetches at full link speed.
 // The order inside the tile is private to this header and to `directkv_jax/_layout.py`. It is plain
 // because that costs nothing: storing the pieces of a row swizzled, for matrix instructions without
-// bank conflicts, was measured against swizzling on the way, and both reach the peak of the link and
-// of device memory (docs/performance.md).
+// bank conflicts, was measured against swizzling on the way, and both reach the peak of the link
+// and of device memory (docs/performance.md).
 #pragma once
 
 #include <cstdint>

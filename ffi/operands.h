@@ -120,7 +120,7 @@ inline ffi::Error make_attend(const ffi::AnyBuffer& query, const ffi::AnyBuffer&
   params->query_tokens = static_cast<int>(query.dimensions()[1]);
   params->query_heads = static_cast<int>(query.dimensions()[2]);
   params->fresh_tokens = static_cast<int>(key.dimensions()[1]);
-  DIRECTKV_CHECK(params->query_heads > 0 && params->query_heads % heads == 0,
+  DIRECTKV_CHECK(heads > 0 && params->query_heads > 0 && params->query_heads % heads == 0,
                  "`query` should have a multiple of K heads");
   DIRECTKV_CHECK(params->fresh_tokens == 0 || params->fresh_tokens == params->query_tokens,
                  "`key` should have as many new tokens as `query`, or none");

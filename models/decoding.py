@@ -109,11 +109,13 @@ class _Graph:
         return nnx.merge(self.graphdef, params)
 
 
-# The jitted forms. Parameters are an argument of their own, so that only the cache is donated.
+# The jitted forms. Parameters are an argument of their own: they are not donated. The cache is, or
+# it would be copied. So is what else a step carries on: where results lie where the operands lay, no
+# address of a step changes, and XLA replays its CUDA graph without capturing it anew.
 _STATIC = ("graph", "sampling", "implementation")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("cache", "state"))
 def _step(graph, params, cache, state, *, sampling, implementation):
     model = graph.merge(params)
     return decode_step(model, cache, state, sampling=sampling, implementation=implementation)
@@ -197,7 +199,7 @@ class Decoder:
         return cache.advance(lengths), state, chosen
 
     def step(self, cache: KVCache, state: DecodeState):
-        """`decode_step`, compiled. Consumes `cache`."""
+        """`decode_step`, compiled. Consumes `cache` and `state`."""
         return _step(*self._model, cache, state, **self._sampling, **self._implementation)
 
     def loop(self, cache: KVCache, state: DecodeState, steps: int):

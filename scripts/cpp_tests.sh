@@ -34,7 +34,7 @@ case $target in
       "-DCMAKE_CUDA_ARCHITECTURES=90-real;90-virtual" -DPython_EXECUTABLE="$python"
       -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)"
     )
-    make=(--target _native_cuda directkv_cuda_tests directkv_cuda_emulated_tests directkv_host_pool_tests)
+    make=(--target _native_cuda directkv_cuda_tests directkv_cuda_emulated_tests directkv_cuda_emulated_tests_sm80 directkv_host_pool_tests)
     select=(--tests-regex 'cuda|host_pool')
     ;;
   *) echo "unknown target $target" >&2 && exit 2 ;;

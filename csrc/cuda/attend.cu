@@ -37,14 +37,15 @@ LaunchAttend find_attend(DType dtype, int head_dim) {
 }
 
 cudaError_t launch_merge(const AttendParams& p, const AttendGrid& grid, cudaStream_t stream) {
-  const int64_t queries = int64_t{p.cache.batch} * p.query_tokens * p.query_heads;
+  const int64_t units = int64_t{p.cache.batch} * p.cache.layout.kv_heads * grid.row_blocks;
+  const int64_t blocks = units * merge_ctas_per_unit(grid);
   switch (p.cache.layout.dtype) {
     case DType::kBF16:
-      return launch(merge_kernel<DType::kBF16>, queries, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kBF16>, blocks, kMergeThreads, 0, stream, p, grid);
     case DType::kF16:
-      return launch(merge_kernel<DType::kF16>, queries, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kF16>, blocks, kMergeThreads, 0, stream, p, grid);
     case DType::kF32:
-      return launch(merge_kernel<DType::kF32>, queries, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kF32>, blocks, kMergeThreads, 0, stream, p, grid);
   }
   return cudaErrorInvalidValue;
 }
@@ -82,6 +83,7 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   const AttendPlan plan =
       make_attend_plan(item, p.cache.batch, p.query_tokens, p.query_heads, layout.kv_heads,
                        layout.head_dim, int64_t{p.cache.max_pages} * layout.page_size);
+  if (plan.rows_per_block > max_rows(item, layout.head_dim)) return cudaErrorInvalidValue;
   if (too_much_work(p, plan, tile)) return cudaErrorInvalidConfiguration;
   AttendGrid grid = {};
   grid.tokens_per_block = plan.tokens_per_block;

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
   unsigned char* const shared = dynamic_shared();
   TileRing<Shape> ring(shared, grid.stages);
   if (threadIdx.x == 0) {
-    prefetch_map(&map);
+    if (Shape::kSwizzled && p.cache.num_pages > 0) prefetch_map(&map);
     ring.init(Attention::kWarps);
   }
   __syncthreads();
@@ -57,10 +57,15 @@ cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
                              const DeviceLimits& limits, AttendGrid* grid, cudaStream_t stream) {
   using Shape = typename Attention::Shape;
   constexpr int kShared = Attention::kSharedBytes + Attention::kWarps * sizeof(Segment);
-  const int ctas_per_sm = Attention::kCtasPerSm;
-  const int room =
-      std::min(limits.shared_per_block, limits.shared_per_sm / ctas_per_sm - 1024) - kShared;
-  grid->stages = std::min(kMaxStages, room / TileRing<Shape>::kBytes);
+  const auto stages = [&](int ctas_per_sm) {
+    constexpr int kReserved = 1024;  // by the system, for each CTA
+    const int share = limits.shared_per_sm / ctas_per_sm - kReserved;
+    const int room = std::min(limits.shared_per_block, share) - kShared;
+    return std::min(kMaxStages, room / TileRing<Shape>::kBytes);
+  };
+  int ctas_per_sm = Attention::kCtasPerSm;
+  if (stages(ctas_per_sm) < kMinStages) ctas_per_sm = 1;  // parts with 100 KiB of shared memory
+  grid->stages = stages(ctas_per_sm);
   if (grid->stages < 2) return cudaErrorInvalidConfiguration;
   const Memory memory = !p.pages_on_host       ? Memory::kHbm
                         : limits.coherent_link ? Memory::kC2c
@@ -68,10 +73,9 @@ cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
   grid->ctas = p.num_ctas > 0 ? std::min(p.num_ctas, plan.max_ctas)
                               : choose_ctas(plan, memory, Shape::kDType == DType::kF32,
                                             limits.sm_count, ctas_per_sm);
-  const CopyBox box = {Shape::kSpanBytes, grid->box_tokens,
-                       grid->box_tokens == Shape::kTokens ? Shape::kSpans : 1};
   TileMap map = {};
-  if (limits.bulk_copies) {
+  if (limits.bulk_copies && Shape::kSwizzled) {
+    const CopyBox box = {grid->box_tokens, grid->box_tokens == Shape::kTokens ? Shape::kSpans : 1};
     const cudaError_t status =
         make_tile_map(&map, p.cache.layout, p.cache.pages,
                       p.cache.num_layers * p.cache.num_pages * p.cache.layout.kv_heads, box);

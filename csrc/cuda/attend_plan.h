@@ -11,10 +11,11 @@
 //   C2C   375 GB/s  * 1.3 us = 490 KB: six rings at least; 64 CTAs, so that a CTA's share (6 GB/s)
 //          stays as far below what its arithmetic can take as on PCIe. Not measured.
 //   HBM  4.6 TB/s   * 0.8 us = 3.7 MB: all SMs, two CTAs each where registers and shared memory
-//          allow, so that one fetches while the other computes the last tile of its stretch.
+//          allow a ring of kMinStages, so that one computes while the other waits.
 //
 // Where arithmetic bounds the kernel (float32 has no tensor cores here; more query rows than one
-// CTA holds) all SMs are used whatever the memory.
+// CTA holds) all SMs are used whatever the memory, as far as the workspace goes: 118 CTAs of 128
+// rows of head dim 128.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +27,10 @@ namespace directkv::cuda {
 
 constexpr int kPcieCtas = 16;
 constexpr int kC2cCtas = 64;
-constexpr int kMaxCtas = 296;  // two per SM of the largest part of today
+constexpr int kMaxCtas = 296;  // two per SM of a B200
 // Two partial states for each CTA: the stretch of work it starts within and the one it ends within.
 constexpr int kSlotsPerCta = 2;
-constexpr int kMaxStages = 16;  // of a ring
+constexpr int kMinStages = 3, kMaxStages = 16;  // of a ring
 constexpr int64_t kMaxWorkspaceBytes = int64_t{15} << 20;
 
 // Query rows (of the G*T of one KV head) that a CTA has room for.
@@ -45,6 +46,9 @@ constexpr int tile_tokens(int itemsize, int head_dim) {
   return token_bytes <= 256 ? 32 : token_bytes <= 512 ? 16 : 8;
 }
 
+// Bytes of the partial state of one query row: o[H], m, l.
+constexpr int64_t state_bytes(int head_dim) { return int64_t{4} * (head_dim + 2); }
+
 struct AttendPlan {
   int tokens_per_block;  // new tokens whose rows one CTA attends for together
   int rows_per_block;    // tokens_per_block * G
@@ -54,12 +58,12 @@ struct AttendPlan {
 
 inline AttendPlan make_attend_plan(int itemsize, int batch, int query_tokens, int query_heads,
                                    int kv_heads, int head_dim, int64_t capacity) {
-  const int group = query_heads / kv_heads, tokens = std::max(1, query_tokens);
+  const int group = std::max(1, query_heads / kv_heads), tokens = std::max(1, query_tokens);
   AttendPlan plan;
   plan.tokens_per_block = std::clamp(max_rows(itemsize, head_dim) / group, 1, tokens);
   plan.rows_per_block = plan.tokens_per_block * group;
   plan.row_blocks = (tokens + plan.tokens_per_block - 1) / plan.tokens_per_block;
-  const int64_t slot_bytes = int64_t{4} * plan.rows_per_block * (head_dim + 2);
+  const int64_t slot_bytes = plan.rows_per_block * state_bytes(head_dim);
   const int64_t tile = tile_tokens(itemsize, head_dim);
   const int64_t tiles =
       int64_t{batch} * kv_heads * plan.row_blocks * (capacity / tile + query_tokens / tile + 2);
@@ -73,7 +77,7 @@ inline int64_t attend_workspace_bytes(int itemsize, int batch, int query_tokens,
                                       int kv_heads, int head_dim, int64_t capacity) {
   const AttendPlan plan =
       make_attend_plan(itemsize, batch, query_tokens, query_heads, kv_heads, head_dim, capacity);
-  return int64_t{4} * kSlotsPerCta * plan.max_ctas * plan.rows_per_block * (head_dim + 2);
+  return kSlotsPerCta * plan.max_ctas * plan.rows_per_block * state_bytes(head_dim);
 }
 
 enum class Memory { kHbm, kPcie, kC2c };  // where the pages are, as the GPU reaches them

@@ -16,7 +16,9 @@
 
 // The copy engine of an SM (bulk copies that complete on a barrier) came with compute
 // capability 9.0.
-#if defined(DIRECTKV_EMULATE_CUDA) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#if defined(DIRECTKV_EMULATE_SM80)
+#define DIRECTKV_BULK_COPIES 0
+#elif defined(DIRECTKV_EMULATE_CUDA) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
 #define DIRECTKV_BULK_COPIES 1
 #else
 #define DIRECTKV_BULK_COPIES 0
@@ -117,8 +119,9 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 
 // Kernels that follow each other in a stream may overlap (compute capability 9.0): the next one is
 // started before this one is done, and waits where it first needs what came before. Every kernel
-// launched so calls wait_for_earlier_kernels() in all its threads, before it reads or writes global
-// memory that another kernel writes or reads; so the end of one means the end of all before it.
+// launched so calls wait_for_earlier_kernels() in all its threads before it touches global memory;
+// so the end of one means the end of all before it. (merge_kernel reads before it waits: what
+// attend_kernel, always the one before it, has waited for.)
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if DIRECTKV_BULK_COPIES
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -9,13 +9,25 @@ namespace directkv::cuda {
 #if defined(DIRECTKV_EMULATE_CUDA)
 
 const DeviceLimits& device_limits() {
-  static const DeviceLimits limits = {4, 228 * 1024, 227 * 1024, true, false};
+  // A part with bulk copies, or a small one without.
+  constexpr int kShared = DIRECTKV_BULK_COPIES ? 228 * 1024 : 100 * 1024;
+  static const DeviceLimits limits = {4, kShared, kShared - 1024, DIRECTKV_BULK_COPIES != 0, false};
   return limits;
 }
 
 #else
 
 namespace {
+
+// Stands for all kernels of this library: compiled for the same architectures.
+__global__ void any_kernel() {}
+
+// The code that the device runs, which may be older than the device (PTX of an earlier one).
+bool compiled_for_bulk_copies() {
+  cudaFuncAttributes found = {};
+  if (cudaFuncGetAttributes(&found, any_kernel) != cudaSuccess) cudaGetLastError();
+  return found.ptxVersion >= 90;
+}
 
 int attribute(cudaDeviceAttr name, int device) {
   int value = 0;
@@ -27,7 +39,7 @@ DeviceLimits ask(int device) {
   return {attribute(cudaDevAttrMultiProcessorCount, device),
           attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9,
+          attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && compiled_for_bulk_copies(),
           attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, device) != 0};
 }
 

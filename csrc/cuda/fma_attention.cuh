@@ -164,7 +164,7 @@ class FmaAttention {
   // With many rows one step is long enough, and two would not fit the registers.
   static constexpr int kUnroll = kRows >= 16 ? 1 : 2;
 
-  // Roles of this thread, see TileShape.
+  // Roles of this thread.
   static __device__ __forceinline__ int token() { return static_cast<int>(threadIdx.x) % kTokens; }
   static __device__ __forceinline__ int group() { return static_cast<int>(threadIdx.x) / kTokens; }
   static __device__ __forceinline__ int value_set() {

@@ -77,8 +77,8 @@ class MatrixAttention {
         add_slice(stage, first, tile.relative + first, tile.count - first);
       }
     }
-    // A tile of fewer slices than token warps: the next tile begins with the next warp.
-    slice_ += kTokenWarps - Shape::kTokens / kSlice % kTokenWarps;
+    // The next tile begins with the next warp.
+    slice_ += kTokenWarps - (tile.count + kSlice - 1) / kSlice % kTokenWarps;
   }
 
   // Writes the results of the segment. `scratch`: an empty stage, where kScratch.
@@ -88,6 +88,8 @@ class MatrixAttention {
       sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 1);
       sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 2);
     }
+    // The places of the last segment's states have been read.
+    if constexpr (kTokenWarps > 1) sync_some(1, kWarps * 32);
     // Half of the token warps hand their states to the other half, until one has all. A warp that
     // gives after it has received uses the place it received from.
 #pragma unroll
@@ -165,8 +167,7 @@ class MatrixAttention {
     const unsigned char* const values = stage + Shape::kHalfBytes;
     TokenRange some = {0, kSlice};
     if (edge) {
-      some = {options_.first_seen(first_token_) - relative,
-              min(count, last_token_ - relative + 1)};
+      some = {options_.first_seen(first_token_) - relative, min(count, last_token_ - relative + 1)};
       // Where all rows see the same tokens, the others are masked in full.
       if (first_token_ != last_token_ && any_nonfinite_value(values, first, some)) {
         add_values_singly(values, first, relative, min(count, kSlice), weight);

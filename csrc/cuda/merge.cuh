@@ -8,75 +8,30 @@ namespace directkv::cuda {
 
 constexpr int kMergeThreads = 128;
 
-// One CTA per query (b, t, n). It finds out what there is to merge while the attend kernel runs, and
-// waits for it before it touches a result. The threads stand in sets of H/4, one thread per 4 columns;
-// a set takes every sets-th partial state.
+// The same value everywhere in a query's output.
 template <DType kDType>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ AttendGrid grid) {
+__device__ __forceinline__ void answer(const AttendParams& p, int64_t query, float value,
+                                       float lse) {
+  using E = typename Element<kDType>::type;
+  const int head_dim = p.cache.layout.head_dim, thread = static_cast<int>(threadIdx.x);
+  for (int h = thread; h < head_dim; h += kMergeThreads)
+    static_cast<E*>(p.out)[query * head_dim + h] = Element<kDType>::from_float(value);
+  if (thread == 0) p.lse[query] = lse;
+}
+
+// Row r of a unit, from the partial states that CTAs [first_cta, last_cta] left of it. The threads
+// stand in sets of H/4, one thread per 4 columns; a set takes every sets-th state.
+template <DType kDType>
+__device__ __forceinline__ void merge_row(const AttendParams& p, const AttendGrid& grid,
+                                          int64_t query, int r, int first_cta, int last_cta) {
   __shared__ float warp_max[kMergeThreads / 32];
   __shared__ __align__(16) float sums[4 * kMergeThreads];  // one float4 per thread
   __shared__ float weights[kMergeThreads];                 // sum of l of each set
 
   using E = typename Element<kDType>::type;
-  const CacheView& cache = p.cache;
-  const int thread = static_cast<int>(threadIdx.x), head_dim = cache.layout.head_dim;
-  const int64_t query = blockIdx.x;
-  const int64_t row_token = query / p.query_heads;
-  const int b = static_cast<int>(row_token / p.query_tokens);
-  const int t = static_cast<int>(row_token % p.query_tokens);
+  const int thread = static_cast<int>(threadIdx.x), head_dim = p.cache.layout.head_dim;
   E* const out = static_cast<E*>(p.out) + query * head_dim;
-  const auto answer = [&](float value, float lse) {
-    wait_for_earlier_kernels();
-    for (int h = thread; h < head_dim; h += kMergeThreads)
-      out[h] = Element<kDType>::from_float(value);
-    if (thread == 0) p.lse[query] = lse;
-  };
-
-  let_next_kernel_start();
-  const int seq = p.seq_lengths[b];
-  const bool seq_ok = seq >= 0 && seq <= p.query_tokens;
-  if (seq_ok && t >= seq) return answer(0.0f, -INFINITY);  // not a valid query
-
-  // One page id out of range among those that any query of the row needs makes all of them NaN.
-  const int64_t length = cache.lengths[b];
-  bool bad =
-      !seq_ok || length < 0 || length > capacity(cache) || !layer_in_range(cache, *cache.layer);
-  if (!bad) {
-    const int page_size = cache.layout.page_size;
-    const int64_t first = first_seen(length, 0, p.window_left);
-    const PageRange pages = {static_cast<int>(first / page_size),
-                             static_cast<int>((length + page_size - 1) / page_size)};
-    bad = first < length &&
-          any_bad_page(cache.page_table + int64_t{b} * cache.max_pages, pages, cache.num_pages);
-  }
-  if (__syncthreads_or(bad)) return answer(NAN, NAN);
-
-  const int group = p.query_heads / cache.layout.kv_heads;
-  const int n = static_cast<int>(query % p.query_heads), k = n / group;
-  const int block = t / grid.tokens_per_block;
-  const RowWork row(p, b);
-  const Unit unit(p, grid, row, block);
-  if (unit.tiles == 0) return answer(0.0f, -INFINITY);
-
-  // Where the unit begins in the work list.
-  int total = 0, begin = 0;
-  for (int base = 0; base < cache.batch; base += 32) {
-    const RowGroup group(p, grid, base, total);
-    total = group.total();
-    if (b >= base && b < base + 32) {
-      const int per_head = __shfl_sync(kFullWarp, group.per_head, b - base);
-      begin = __shfl_sync(kFullWarp, group.end, b - base) - (cache.layout.kv_heads - k) * per_head;
-    }
-  }
-  for (int i = 0; i < block; ++i) begin += Unit(p, grid, row, i).tiles;
-  const WorkSplit split(grid, total);
-  const int first_cta = split.cta_of(begin), last_cta = split.cta_of(begin + unit.tiles - 1);
-  wait_for_earlier_kernels();
-  if (first_cta == last_cta) return;  // the unit was finished there
-
   const PartialStates states(p, grid);
-  const int r = (t - block * grid.tokens_per_block) * group + n % group;
   const auto state_row = [&](int cta) {
     return states.row(PartialStates::slot(cta, cta == first_cta), r);
   };
@@ -128,6 +83,84 @@ __global__ void __launch_bounds__(kMergeThreads)
     to[2] = Element<kDType>::from_float(sum.z * inverse);
     to[3] = Element<kDType>::from_float(sum.w * inverse);
     if (quad == 0) p.lse[query] = logsumexp({m, l});
+  }
+  __syncthreads();  // before the next row
+}
+
+// CTAs that share the rows of a unit: one for each row where there is one row block, fewer where
+// there are many, because each finds its place in the work list by counting the tiles of every
+// block.
+inline __host__ __device__ int merge_ctas_per_unit(const AttendGrid& grid) {
+  const int each = grid.row_blocks < grid.rows_per_block ? grid.row_blocks : grid.rows_per_block;
+  return (grid.rows_per_block + each - 1) / each;
+}
+
+// A CTA finds out what there is to merge while the attend kernel runs, and waits for it before it
+// touches a result.
+template <DType kDType>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const __grid_constant__ AttendParams p, const __grid_constant__ AttendGrid grid) {
+  const CacheView& cache = p.cache;
+  const int kv_heads = cache.layout.kv_heads, group = p.query_heads / kv_heads;
+  const int parts = merge_ctas_per_unit(grid);
+  int64_t rest = blockIdx.x;
+  const int part = static_cast<int>(rest % parts);
+  rest /= parts;
+  const int block = static_cast<int>(rest % grid.row_blocks);
+  rest /= grid.row_blocks;
+  const int k = static_cast<int>(rest % kv_heads), b = static_cast<int>(rest / kv_heads);
+  const int first_token = block * grid.tokens_per_block;
+
+  let_next_kernel_start();
+  // One page id out of range among those that any query of the row needs makes all of them NaN.
+  const int64_t length = cache.lengths[b];
+  const int seq = p.seq_lengths[b];
+  const bool seq_ok = seq >= 0 && seq <= p.query_tokens;
+  bool bad =
+      !seq_ok || length < 0 || length > capacity(cache) || !layer_in_range(cache, *cache.layer);
+  if (!bad && first_token < seq) {
+    const int page_size = cache.layout.page_size;
+    const int64_t first = first_seen(length, 0, p.window_left);
+    const PageRange pages = {static_cast<int>(first / page_size),
+                             static_cast<int>((length + page_size - 1) / page_size)};
+    bad = first < length &&
+          any_bad_page(cache.page_table + int64_t{b} * cache.max_pages, pages, cache.num_pages);
+  }
+  bad = __syncthreads_or(bad);
+
+  const RowWork row(p, b);
+  const Unit unit(p, grid, row, block);
+  int first_cta = 0, last_cta = 0;  // that have tiles of the unit
+  if (!bad && unit.tiles > 0) {
+    int total = 0, begin = 0;
+    for (int base = 0; base < cache.batch; base += 32) {
+      const RowGroup rows(p, grid, base, total);
+      total = rows.total();
+      if (b >= base && b < base + 32) {
+        const int per_head = __shfl_sync(kFullWarp, rows.per_head, b - base);
+        begin = __shfl_sync(kFullWarp, rows.end, b - base) - (kv_heads - k) * per_head;
+      }
+    }
+    for (int i = 0; i < block; ++i) begin += Unit(p, grid, row, i).tiles;
+    const WorkSplit split(grid, total);
+    first_cta = split.cta_of(begin);
+    last_cta = split.cta_of(begin + unit.tiles - 1);
+  }
+
+  wait_for_earlier_kernels();
+  const int rows = min(grid.tokens_per_block, p.query_tokens - first_token) * group;
+  for (int r = part; r < rows; r += parts) {
+    const int t = first_token + r / group;
+    const int64_t query = (int64_t{b} * p.query_tokens + t) * p.query_heads + k * group + r % group;
+    if (seq_ok && t >= seq) {  // not a valid query
+      answer<kDType>(p, query, 0.0f, -INFINITY);
+    } else if (bad) {
+      answer<kDType>(p, query, NAN, NAN);
+    } else if (unit.tiles == 0) {
+      answer<kDType>(p, query, 0.0f, -INFINITY);
+    } else if (first_cta < last_cta) {
+      merge_row<kDType>(p, grid, query, r, first_cta, last_cta);
+    }  // else its only CTA has finished the unit
   }
 }
 

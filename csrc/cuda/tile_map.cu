@@ -10,7 +10,7 @@ cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pa
           layout.head_dim * itemsize(layout.dtype),
           layout.page_size,
           tiles,
-          box.span_bytes,
+          kSwizzledBytes,
           box.tokens,
           box.spans};
   return cudaSuccess;
@@ -44,21 +44,21 @@ cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pa
   if (!encode) return cudaErrorNotSupported;
   const int item = itemsize(layout.dtype);
   const cuuint64_t row = static_cast<cuuint64_t>(layout.head_dim) * item;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(box.span_bytes / item),
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(kSwizzledBytes / item),
                               static_cast<cuuint64_t>(2 * layout.page_size),
-                              static_cast<cuuint64_t>(tiles), row / box.span_bytes};
+                              static_cast<cuuint64_t>(tiles), row / kSwizzledBytes};
+  // The last stride is the shortest: a span is a part of a row.
   const cuuint64_t strides[] = {row, static_cast<cuuint64_t>(layout.tile_bytes()),
-                                static_cast<cuuint64_t>(box.span_bytes)};
-  const cuuint32_t extent[] = {static_cast<cuuint32_t>(box.span_bytes / item),
+                                static_cast<cuuint64_t>(kSwizzledBytes)};
+  const cuuint32_t extent[] = {static_cast<cuuint32_t>(kSwizzledBytes / item),
                                static_cast<cuuint32_t>(box.tokens), 1,
                                static_cast<cuuint32_t>(box.spans)};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUtensorMapSwizzle swizzle = box.span_bytes == kSwizzledBytes ? CU_TENSOR_MAP_SWIZZLE_128B
-                                                                      : CU_TENSOR_MAP_SWIZZLE_NONE;
   const CUresult status =
       encode(map, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
              const_cast<void*>(pages), sizes, strides, extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

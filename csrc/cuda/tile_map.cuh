@@ -1,14 +1,15 @@
 // What the copy engine of an SM is told about the cache: a tensor map over all tiles.
 //
 // Tiles are stored plainly (page_layout.h: token-major rows), and ldmatrix over plain rows of 128
-// bytes or a multiple meets 8-way bank conflicts. The copy engine rearranges on the way: rows are cut
-// into spans of 128 bytes, a span of all tokens of a tile is contiguous in shared memory, and the
-// 16-byte pieces within it are swizzled, so that a piece of 8 consecutive tokens lies in 8 different
-// groups of banks. Measured against storing the tiles swizzled and copying them whole: the same
-// bandwidth, on the link and from HBM (docs/performance.md).
+// bytes or a multiple meets 8-way bank conflicts. The copy engine rearranges on the way: rows are
+// cut into spans of 128 bytes, a span of all tokens of a tile is contiguous in shared memory, and
+// the 16-byte pieces within it are swizzled, so that a piece of 8 consecutive tokens lies in 8
+// different groups of banks. Measured against storing the tiles swizzled and copying them whole:
+// the same bandwidth, on the link and from HBM (docs/performance.md).
 //
-// Other rows (head dims 80 and 96) stay as they are, one span: they conflict 2-way or 4-way, and
-// spans of 32 or 64 bytes would be read as requests of that size, which costs half of a link.
+// Other rows (head dims 80 and 96) stay as they are, one span, and are copied as one run without a
+// map: they conflict 2-way or 4-way, and shorter spans would be read as requests of their size,
+// which costs up to half of a link.
 #pragma once
 
 #include "../page_layout.h"
@@ -26,9 +27,8 @@ constexpr int span_bytes(int row_bytes) {
   return row_bytes % kSwizzledBytes == 0 ? kSwizzledBytes : row_bytes;
 }
 
-// One copy brings `tokens` rows of `spans` spans.
+// One copy through the map brings `tokens` rows of `spans` spans.
 struct CopyBox {
-  int span_bytes;
   int tokens;
   int spans;
 };
@@ -47,6 +47,16 @@ __device__ __forceinline__ void prefetch_map(const TileMap* map) {
 }
 
 #if DIRECTKV_BULK_COPIES
+// Copies a run of bytes, a multiple of 16; completes on the barrier.
+__device__ __forceinline__ void copy_run(void* shared, const void* global, int bytes,
+                                         Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Copies tokens [row, row + box.tokens) of tile `tile`, starting with span `span`; completes on the
 // barrier. Rows 0 to page_size - 1 of a tile are its keys, the next page_size its values.
 __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int row, int tile,
@@ -63,6 +73,7 @@ __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int r
 
 using TileMap = emulation::TileMap;
 using emulation::copy_box;
+using emulation::copy_run;
 inline void prefetch_map(const TileMap*) {}
 
 #endif

@@ -52,6 +52,7 @@ class TileRing {
   // Consumers: waits for the stage whose turn it is.
   __device__ __forceinline__ unsigned char* take(const RingPosition& at) {
     barrier_wait(full(at.stage), at.parity);
+    __syncwarp();
     return stage(at.stage);
   }
   // Consumers, every warp: gives it back. `written`: by ordinary stores, or 16-byte copies.
@@ -62,7 +63,6 @@ class TileRing {
     at->advance(stages_);
   }
 
-  int stages() const { return stages_; }
   __device__ __forceinline__ int count() const { return stages_; }
 
  private:
@@ -116,8 +116,7 @@ class TileProducer {
   // Index of the tile of the cache that holds the page for this layer and KV head.
   __device__ __forceinline__ int64_t cache_tile(const Segment& segment, int page) const {
     const CacheView& cache = p_.cache;
-    return (layer_ * cache.num_pages + page_id(segment, page)) * cache.layout.kv_heads +
-           segment.k;
+    return (layer_ * cache.num_pages + page_id(segment, page)) * cache.layout.kv_heads + segment.k;
   }
 
   // Whole boxes are copied, which may reach beyond the length, never beyond the page.
@@ -130,15 +129,23 @@ class TileProducer {
     if (lane_id() == 0) barrier_arrive_expecting(full, boxes * box * 2 * Shape::kTokenBytes);
     __syncwarp();
     // One copy for all spans where a box is a whole tile, else one for each: see CopyBox.
-    const int spans = box == Shape::kTokens ? 1 : Shape::kSpans;
+    const int spans = Shape::kSwizzled && box != Shape::kTokens ? Shape::kSpans : 1;
     for (int i = lane_id(); i < boxes * 2 * spans; i += 32) {
       const int token = i / (2 * spans) * box, half = i / spans % 2, span = i % spans;
       const int position = tile.position + token, page = position / page_size;
+      const int row = half * page_size + position - page * page_size;
+      const int64_t from = cache_tile(segment, page);
       unsigned char* const to = stage + half * Shape::kHalfBytes +
                                 span * Shape::kTokens * Shape::kSpanBytes +
                                 token * Shape::kSpanBytes;
-      copy_box(to, map_, half * page_size + position - page * page_size,
-               static_cast<int>(cache_tile(segment, page)), span, full);
+      if constexpr (Shape::kSwizzled) {
+        copy_box(to, map_, row, static_cast<int>(from), span, full);
+      } else {
+        copy_run(to,
+                 static_cast<const unsigned char*>(p_.cache.pages) +
+                     (from * 2 * page_size + row) * Shape::kTokenBytes,
+                 box * Shape::kTokenBytes, full);
+      }
     }
     if (lane_id() != 0) barrier_arrive(full);
 #else

@@ -21,13 +21,13 @@ struct TileShape {
   // Spans, see tile_map.cuh.
   static constexpr int kSpanBytes = span_bytes(kTokenBytes);
   static constexpr int kSpans = kTokenBytes / kSpanBytes;
+  static constexpr bool kSwizzled = kSpanBytes == kSwizzledBytes;
   static constexpr int kSpanPieces = kSpanBytes / 16;
   static_assert(kTokenBytes % 32 == 0 && kTokens % 8 == 0 && kStageBytes % 1024 == 0, "alignment");
 
-  // What the swizzle does to the pieces of a span: XOR with this, the same for all pieces of a token.
-  static __device__ __forceinline__ int swizzle(int token) {
-    return kSpanBytes == kSwizzledBytes ? token % 8 : 0;
-  }
+  // What the swizzle does to the pieces of a span: XOR with this, the same for all pieces of a
+  // token.
+  static __device__ __forceinline__ int swizzle(int token) { return kSwizzled ? token % 8 : 0; }
 
   // Byte offset of a 16-byte piece of a token, within the keys or the values of a stage.
   static __device__ __forceinline__ int offset(int token, int piece) {

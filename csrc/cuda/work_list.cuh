@@ -31,6 +31,9 @@ struct AttendGrid {
   __host__ __device__ int tile_tokens() const { return 1 << tile_shift; }
 };
 
+// Rows are a little shorter than int32 allows, so that sums of a position and a few tokens fit too.
+constexpr int kMaxLength = INT32_MAX - (1 << 20);
+
 // How products become logits, and which of them count.
 struct LogitOptions {
   float scale, soft_cap;
@@ -39,11 +42,10 @@ struct LogitOptions {
   __device__ __forceinline__ explicit LogitOptions(const AttendParams& p)
       : scale(p.scale), soft_cap(p.soft_cap), window_left(p.window_left) {}
 
-  // What the query with new token t sees: tokens at `relative` (their position minus the length) from
-  // first_seen(t) to t.
+  // What the query with new token t sees: tokens at `relative` (their position minus the length)
+  // from first_seen(t) to t.
   __device__ __forceinline__ int first_seen(int t) const {
-    constexpr int kAll = INT32_MIN + (1 << 20);  // no row is longer, and a little less is a number
-    return window_left < 0 ? kAll : max(kAll, t - window_left);
+    return window_left < 0 ? -kMaxLength : max(-kMaxLength, t - window_left);
   }
   __device__ __forceinline__ bool seen(int t, int relative) const {
     return relative <= t && relative >= first_seen(t);
@@ -53,7 +55,7 @@ struct LogitOptions {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 
 __device__ __forceinline__ int64_t capacity(const CacheView& cache) {
-  return int64_t{cache.max_pages} * cache.layout.page_size;
+  return min(int64_t{kMaxLength}, int64_t{cache.max_pages} * cache.layout.page_size);
 }
 
 __device__ __forceinline__ bool layer_in_range(const CacheView& cache, int layer) {
@@ -163,8 +165,8 @@ __device__ __forceinline__ int head_tiles(const AttendParams& p, const AttendGri
   return tiles;
 }
 
-// 32 rows of the work list, one for each lane of a warp: tiles of one KV head of the row, and of all
-// rows up to and including it.
+// 32 rows of the work list, one for each lane of a warp: tiles of one KV head of the row, and of
+// all rows up to and including it.
 struct RowGroup {
   RowWork row;
   int per_head, end;
@@ -193,7 +195,9 @@ struct WorkSplit {
   int each, rest;
 
   __device__ __forceinline__ WorkSplit(const AttendGrid& grid, int total)
-      : ctas(min(grid.ctas, (total + 1) / 2)), each(ctas > 0 ? total / ctas : 0), rest(total - each * ctas) {}
+      : ctas(min(grid.ctas, (total + 1) / 2)),
+        each(ctas > 0 ? total / ctas : 0),
+        rest(total - each * ctas) {}
   __device__ __forceinline__ int begin(int c) const { return each * c + min(c, rest); }
   // The CTA that has a tile.
   __device__ __forceinline__ int cta_of(int tile) const {
@@ -270,7 +274,7 @@ class WorkCursor {
  private:
   int left_ = 0;  // tiles of this CTA not yet given out
   int b_ = 0, k_ = 0, block_ = 0;
-  RowWork row_;  // of b_
+  RowWork row_;   // of b_
   int tile_ = 0;  // in the unit; may lie beyond it, in a later one
 };
 

@@ -2,7 +2,7 @@
 # adds it:
 #   directkv_cuda_tests [--quick] [name]   on a GPU; --quick for compute-sanitizer
 #   directkv_host_pool_tests [name]        on a GPU, and without one (the refusals)
-#   directkv_cuda_emulated_tests --quick   the same kernels on the CPU, no GPU needed
+#   directkv_cuda_emulated_tests[_sm80] --quick   the same kernels on the CPU, no GPU needed
 set(_tests ${CMAKE_CURRENT_LIST_DIR})
 set(_kernels ${CMAKE_CURRENT_LIST_DIR}/../../csrc)
 set(_cuda_includes ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -35,21 +35,26 @@ foreach(name append attend attend_bf16 attend_f16 attend_f32 device_limits page_
   file(CONFIGURE OUTPUT ${_copy} CONTENT "#include \"cuda/${name}.cu\"\n")
   list(APPEND _emulated_kernels ${_copy})
 endforeach()
-add_executable(directkv_cuda_emulated_tests
-  ${_emulated_kernels}
-  ${_tests}/attend_case.cc
-  ${_tests}/cuda_attend_test.cc
-  ${_tests}/cuda_device_case.cc
-  ${_tests}/cuda_emulation.cc
-  ${_tests}/cuda_main.cc
-  ${_tests}/cuda_pages_test.cc)
-target_compile_features(directkv_cuda_emulated_tests PRIVATE cxx_std_17)
-target_compile_definitions(directkv_cuda_emulated_tests PRIVATE DIRECTKV_EMULATE_CUDA)
-target_include_directories(directkv_cuda_emulated_tests PRIVATE ${_tests} ${_kernels})
-target_include_directories(directkv_cuda_emulated_tests SYSTEM PRIVATE ${_cuda_includes})
-# They carry pragmas of nvcc.
-target_compile_options(directkv_cuda_emulated_tests PRIVATE -Wno-unknown-pragmas)
+# Twice: with bulk copies, and as a small GPU of compute capability 8 has it.
+foreach(part "" _sm80)
+  add_executable(directkv_cuda_emulated_tests${part}
+    ${_emulated_kernels}
+    ${_tests}/attend_case.cc
+    ${_tests}/cuda_attend_test.cc
+    ${_tests}/cuda_device_case.cc
+    ${_tests}/cuda_emulation.cc
+    ${_tests}/cuda_main.cc
+    ${_tests}/cuda_pages_test.cc)
+  target_compile_features(directkv_cuda_emulated_tests${part} PRIVATE cxx_std_17)
+  target_compile_definitions(directkv_cuda_emulated_tests${part} PRIVATE DIRECTKV_EMULATE_CUDA)
+  target_include_directories(directkv_cuda_emulated_tests${part} PRIVATE ${_tests} ${_kernels})
+  target_include_directories(directkv_cuda_emulated_tests${part} SYSTEM PRIVATE ${_cuda_includes})
+  # They carry pragmas of nvcc.
+  target_compile_options(directkv_cuda_emulated_tests${part} PRIVATE -Wno-unknown-pragmas)
+endforeach()
+target_compile_definitions(directkv_cuda_emulated_tests_sm80 PRIVATE DIRECTKV_EMULATE_SM80)
 
 enable_testing()
 add_test(NAME directkv_cuda_emulated_tests COMMAND directkv_cuda_emulated_tests --quick)
+add_test(NAME directkv_cuda_emulated_tests_sm80 COMMAND directkv_cuda_emulated_tests_sm80 --quick)
 add_test(NAME directkv_host_pool_tests COMMAND directkv_host_pool_tests)

@@ -54,8 +54,11 @@ void check_attend(AttendCase& c, Placement placement, double slack = 1.0) {
 void check_everywhere(AttendCase& c) {
   for (Placement placement : placements()) check_attend(c, placement);
 #if defined(DIRECTKV_EMULATE_CUDA)
-  emulation::options() = {true, false};
-  check_attend(c, Placement::kDevice);
+  for (const emulation::Options& options :
+       {emulation::Options{true, false, 0}, emulation::Options{false, true, 1}}) {
+    emulation::options() = options;
+    check_attend(c, Placement::kDevice);
+  }
   emulation::options() = {};
 #endif
 }
@@ -158,6 +161,32 @@ TEST(attend_any_number_of_ctas) {
       AttendCase c(s, {s.capacity() - 2, 0, 3, s.capacity() / 2}, {2, 2, 1, 0}, 77);
       for (Placement placement : placements()) check_attend(c, placement);
     }
+}
+
+// Many short segments in one CTA, each over before the ring has gone round: what one segment leaves
+// behind must not be overwritten by the next.
+TEST(attend_many_segments_in_one_cta) {
+  for (int head_dim : {64, 256}) {
+    Shape s;
+    s.dtype = DType::kBF16;
+    s.head_dim = head_dim;
+    s.batch = 6;
+    s.kv_heads = 2;
+    s.group = 4;
+    s.page_size = 64;
+    s.max_pages = 1;
+    s.num_ctas = 1;
+    AttendCase c(s, {50, 33, 63, 17, 40, 1}, {1, 1, 1, 1, 1, 1}, 91);
+#if defined(DIRECTKV_EMULATE_CUDA)
+    for (unsigned seed = 1; seed <= 4; ++seed) {
+      emulation::options() = {false, true, seed};
+      check_attend(c, Placement::kDevice);
+    }
+    emulation::options() = {};
+#else
+    for (Placement placement : placements()) check_attend(c, placement);
+#endif
+  }
 }
 
 // Long rows: many CTAs with few tiles each, and CTAs with many tiles.

@@ -63,6 +63,19 @@ int64_t progress;  // barriers passed and threads ended
 
 void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
+// Lets a warp fall behind the others now and then, by as much as they need for a few tiles.
+void stall() {
+  if (options().stalls == 0) return;
+  const unsigned epoch = static_cast<unsigned>(progress / 64);
+  unsigned x = options().stalls * 2654435761u ^ epoch * 40503u ^ current / 32 * 2246822519u;
+  x ^= x >> 15, x *= 2246822519u, x ^= x >> 13;
+  if (x % 64 != 0) return;
+  for (int n = 0; n < 1500; ++n) {
+    ++progress;
+    yield();
+  }
+}
+
 void wait(Meeting& barrier, int count) {
   const int64_t generation = barrier.generation;
   if (++barrier.arrived == count) {
@@ -73,6 +86,7 @@ void wait(Meeting& barrier, int count) {
     return;
   }
   while (barrier.generation == generation) yield();
+  stall();
 }
 
 void fiber_main() {
@@ -214,6 +228,12 @@ void barrier_wait(Barrier* barrier, unsigned parity) {
   }
 }
 
+void copy_run(void* shared, const void* global, int bytes, Barrier* barrier) {
+  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0)
+    fail("misaligned bulk copy");
+  start(find(barrier).copies, shared, global, bytes);
+}
+
 void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier) {
   const int pieces = map->span_bytes / 16;
   if (reinterpret_cast<uintptr_t>(shared) % 128 != 0) fail("misaligned bulk copy");
@@ -227,9 +247,7 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
                              (span + s) * map->span_bytes + 16 * i;
         // The engine swizzles by address: the 128-byte line chooses.
         unsigned char* const line = to + (s * map->box_tokens + t) * map->span_bytes;
-        const int swizzle = map->span_bytes == 128
-                                ? static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8)
-                                : 0;
+        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8);
         start(find(barrier).copies, line + 16 * (i ^ swizzle), map->pages + from, 16);
       }
 }

@@ -39,6 +39,7 @@ namespace directkv::emulation {
 struct Options {
   bool reverse = false;     // last thread first
   bool late_copies = true;  // asynchronous copies land when they are waited for, not at once
+  unsigned stalls = 0;      // seed of random stalls of threads that come out of a barrier; 0: none
 };
 Options& options();
 
@@ -67,6 +68,7 @@ struct TileMap {
   int64_t tiles;
   int span_bytes, box_tokens, box_spans;
 };
+void copy_run(void* shared, const void* global, int bytes, Barrier* barrier);
 void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier);
 
 // What lane `from` passed as `value`.
