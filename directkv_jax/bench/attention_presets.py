@@ -42,6 +42,7 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         {"head_dim": [64, 80, 96, 128, 256]},
         {"heads": [(8, 8), (24, 8), (32, 8), (28, 4), (64, 8), (128, 8)]},
         {"query_tokens": [2, 3, 4, 8]},
+        {"heads": [(128, 8)], "query_tokens": [8], "head_dim": [80, 128, 256]},
         {"dtype": ["float16"]},
     ],
     "ragged": [
