@@ -17,7 +17,6 @@ import argparse
 import functools
 import gc
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -57,7 +56,7 @@ def main() -> int:
     result: dict[str, Any] = {
         **stamp,
         "benchmark": "hf_offloaded",
-        "command": shlex.join(["python", *sys.argv]),
+        "command": record.command("python benchmarks/hf_offloaded.py"),
         "peaks": {},
         "rows": [],
     }

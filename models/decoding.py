@@ -110,7 +110,7 @@ class _Graph:
 
 
 # The jitted forms. Parameters are an argument of their own: they are not donated. The cache is, or
-# it would be copied. So is what else a step carries on: where results lie where the operands lay, no
+# it would be copied. So is what else a step carries on: if results lie where the operands lay, no
 # address of a step changes, and XLA replays its CUDA graph without capturing it anew.
 _STATIC = ("graph", "sampling", "implementation")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from typing import Any
 
@@ -172,7 +171,7 @@ class Result:
         self.fields: dict[str, Any] = {
             **record.stamp(),
             "benchmark": "attention",
-            "command": shlex.join(["directkv", *sys.argv[1:]]),
+            "command": record.command("directkv"),
             "peaks": self.peaks,
             "rows": self.rows,
         }

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from typing import Any
 
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         **record.stamp(),
         "benchmark": "decode",
-        "command": shlex.join(["directkv", *sys.argv[1:]]),
+        "command": record.command("directkv"),
         "peaks": {},
         "rows": [],
     }

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -69,6 +70,20 @@ def write(result: dict[str, Any], name: str, output: str | Path | None = None) -
     unfinished.write_text(json.dumps(record, indent=2) + "\n")
     unfinished.replace(path)
     return path
+
+
+def command(program: str) -> str:
+    """The command line of this process after `program`, as a person would repeat it.
+
+    Where the record goes is left out: it is a path of one machine, and changes no figure.
+    """
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word == "--output":
+            next(words, None)
+        elif not word.startswith("--output="):
+            kept.append(word)
+    return shlex.join([*program.split(), *kept])
 
 
 def machine() -> dict[str, Any]:
