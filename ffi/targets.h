@@ -4,7 +4,7 @@
 // Operands, results and attributes are the same on every platform:
 //   directkv_attend       query key value pages page_table lengths seq_lengths layer
 //                         -> out lse workspace   {page_size host tracked scale soft_cap
-//                         window_left}
+//                         window_left num_ctas}
 //   directkv_append       pages key value page_table lengths seq_lengths layer after
 //                         -> pages (aliased)     {page_size host tracked}
 //   directkv_read_pages   pages page_ids      -> data             {page_size host tracked}

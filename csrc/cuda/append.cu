@@ -3,7 +3,7 @@
 
 #include "device.cuh"
 #include "kernels.h"
-#include "work_list.cuh"
+#include "units.cuh"
 
 namespace directkv::cuda {
 namespace {

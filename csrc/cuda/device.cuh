@@ -28,6 +28,8 @@ namespace directkv::cuda {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+
 #if !defined(DIRECTKV_EMULATE_CUDA)
 
 // Aligned for copies with a 128-byte swizzle, whose pattern repeats every 1024 bytes.
@@ -133,6 +135,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if DIRECTKV_BULK_COPIES
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// 1 / x, to 1 unit in the last place.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Launches a kernel of that kind, see wait_for_earlier_kernels(). The status is that of this launch

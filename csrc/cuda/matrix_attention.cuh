@@ -65,20 +65,20 @@ class MatrixAttention {
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out_[n][e] = 0.0f;
-    slice_ = 0;
+    slices_ = 0;
   }
 
   // Adds a tile.
   __device__ __forceinline__ void add(const unsigned char* stage, const Tile& tile) {
     if (first_row() < rows_) {
 #pragma unroll 1
-      for (int first = (token_warp() + slice_) % kTokenWarps * kSlice; first < tile.count;
-           first += kTokenWarps * kSlice) {
+      for (int first = (token_warp() + kTokenWarps - slices_ % kTokenWarps) % kTokenWarps * kSlice;
+           first < tile.count; first += kTokenWarps * kSlice) {
         add_slice(stage, first, tile.relative + first, tile.count - first);
       }
     }
     // The next tile begins with the next warp.
-    slice_ += kTokenWarps - (tile.count + kSlice - 1) / kSlice % kTokenWarps;
+    slices_ += (tile.count + kSlice - 1) / kSlice;
   }
 
   // Writes the results of the segment. `scratch`: an empty stage, where kScratch.
@@ -88,19 +88,22 @@ class MatrixAttention {
       sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 1);
       sum_[i] += __shfl_xor_sync(kFullWarp, sum_[i], 2);
     }
-    // The places of the last segment's states have been read.
-    if constexpr (kTokenWarps > 1) sync_some(1, kWarps * 32);
-    // Half of the token warps hand their states to the other half, until one has all. A warp that
-    // gives after it has received uses the place it received from.
+    // Half of the token warps hand their states to the other half, until one has all; those that
+    // had no slice have none to give. A warp that gives after it has received uses the place it
+    // received from.
+    if (kTokenWarps > 1 && slices_ > 1) {
+      sync_some(1, kWarps * 32);  // the places of the last segment's states have been read
 #pragma unroll
-    for (int half = kTokenWarps / 2; half > 0; half /= 2) {
-      const int place =
-          (token_warp() % half + (2 * half < kTokenWarps ? half : 0)) * kRowWarps + row_warp();
-      float4* const out = reinterpret_cast<float4*>(scratch) + place * kColumns * 32 + lane_id();
-      float4* const state = exchange_ + place * 32 + lane_id();
-      if (token_warp() >= half && token_warp() < 2 * half) give(out, state);
-      sync_some(1, kWarps * 32);
-      if (token_warp() < half) merge(out, *state);
+      for (int half = kTokenWarps / 2; half > 0; half /= 2) {
+        if (half >= slices_) continue;
+        const int place =
+            (token_warp() % half + (2 * half < kTokenWarps ? half : 0)) * kRowWarps + row_warp();
+        float4* const out = reinterpret_cast<float4*>(scratch) + place * kColumns * 32 + lane_id();
+        float4* const state = exchange_ + place * 32 + lane_id();
+        if (token_warp() >= half && token_warp() < 2 * half) give(out, state);
+        sync_some(1, kWarps * 32);
+        if (token_warp() < half) merge(out, *state);
+      }
     }
     if (token_warp() != 0) return;
     const int column = lane_id() % 4 * 2;
@@ -150,37 +153,41 @@ class MatrixAttention {
                                             int count) {
     float weight[kGroups][4];
     logits(stage, first, weight);
-    // Whether some row does not see some token of the slice, or it has fewer tokens.
-    const bool edge = count < kSlice || !options_.seen(first_token_, relative + kSlice - 1) ||
-                      !options_.seen(last_token_, relative);
+    const TokenRange all = {0, kSlice};
+    const TokenRange seen[2] = {seen_by(token_[0], relative, count),
+                                seen_by(token_[1], relative, count)};
+    // By some row of the warp, and by all: its rows stand in the order of their tokens.
+    const TokenRange some = {seen_by(first_token_, relative, count).begin,
+                             seen_by(last_token_, relative, count).end};
+    const bool edge = seen_by(first_token_, relative, count).end < kSlice ||
+                      seen_by(last_token_, relative, count).begin > 0;
     if (edge) {
 #pragma unroll
       for (int n = 0; n < kGroups; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int token = 8 * n + lane_id() % 4 * 2 + e % 2;
-          if (token >= count || !options_.seen(token_[e / 2], relative + token))
-            weight[n][e] = -INFINITY;
-        }
+        for (int e = 0; e < 4; ++e)
+          if (!seen[e / 2].has(8 * n + lane_id() % 4 * 2 + e % 2)) weight[n][e] = -INFINITY;
     }
     softmax(weight);
     const unsigned char* const values = stage + Shape::kHalfBytes;
-    TokenRange some = {0, kSlice};
-    if (edge) {
-      some = {options_.first_seen(first_token_) - relative, min(count, last_token_ - relative + 1)};
-      // Where all rows see the same tokens, the others are masked in full.
-      if (first_token_ != last_token_ && any_nonfinite_value(values, first, some)) {
-        add_values_singly(values, first, relative, min(count, kSlice), weight);
-        return;
-      }
+    // Where all rows see the same tokens, the others are masked in full.
+    if (edge && first_token_ != last_token_ && any_nonfinite_value(values, first, some)) {
+      add_values_singly(values, first, seen, min(count, kSlice), weight);
+    } else {
+      add_values(values, first, edge ? some : all, weight);
     }
-    add_values(values, first, some, weight);
   }
 
-  // Tokens of a slice that some row of the warp sees: values outside may be anything.
+  // Tokens of a slice, from `begin` to before `end`; either may lie outside of the slice.
   struct TokenRange {
     int begin, end;
+    __device__ __forceinline__ bool has(int token) const { return token >= begin && token < end; }
   };
+
+  // What the query with new token t sees of the `count` tokens from `relative` on.
+  __device__ __forceinline__ TokenRange seen_by(int t, int relative, int count) const {
+    return {options_.first_seen(t) - relative, min(count, t - relative + 1)};
+  }
 
   // Logits in units of log(2).
   __device__ __forceinline__ void logits(const unsigned char* keys, int first,
@@ -256,9 +263,7 @@ class MatrixAttention {
   // tokens 2 * (lane % 4) and the next of group `n`.
   static __device__ __forceinline__ uint32_t value_mask(TokenRange range, int n) {
     const int token = 8 * n + lane_id() % 4 * 2;
-    const bool low = token >= range.begin && token < range.end;
-    const bool high = token + 1 >= range.begin && token + 1 < range.end;
-    return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+    return (range.has(token) ? 0xffffu : 0u) | (range.has(token + 1) ? 0xffff0000u : 0u);
   }
 
   // The values of 16 tokens and 16 columns from column 16 * d.
@@ -307,7 +312,7 @@ class MatrixAttention {
 
   // Adds only what a row sees, so that a NaN reaches no other row.
   __device__ __forceinline__ void add_values_singly(const unsigned char* values, int first,
-                                                    int relative, int count,
+                                                    const TokenRange (&seen)[2], int count,
                                                     const float (&weight)[kGroups][4]) {
 #pragma unroll 1
     for (int token = 0; token < count; ++token) {
@@ -325,15 +330,13 @@ class MatrixAttention {
                    (token / 8 == n && token % 2 == e ? 0xffffffffu : 0u);
         w[i] = __uint_as_float(__shfl_sync(kFullWarp, own, source));
       }
-      const bool see[2] = {options_.seen(token_[0], relative + token),
-                           options_.seen(token_[1], relative + token)};
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         float v[2];
         load_floats<kDType>(values + Shape::offset(first + token, n) + lane_id() % 4 * 4, v);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (see[e / 2]) out_[n][e] = fmaf(w[e / 2], v[e % 2], out_[n][e]);
+          if (seen[e / 2].has(token)) out_[n][e] = fmaf(w[e / 2], v[e % 2], out_[n][e]);
       }
     }
   }
@@ -371,7 +374,7 @@ class MatrixAttention {
   int rows_;                      // of the block
   int token_[2];                  // new token t of this lane's two rows
   int first_token_, last_token_;  // of the warp's rows
-  int slice_;                     // which token warp begins the next tile, see add()
+  int slices_;                    // of the segment so far, over all token warps
   uint32_t query_[kSteps][4];
   float max_[2], sum_[2];  // max in units of log(2); sum of this lane's tokens
   float out_[kColumns][4];

@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       !seq_ok || length < 0 || length > capacity(cache) || !layer_in_range(cache, *cache.layer);
   if (!bad && first_token < seq) {
     const int page_size = cache.layout.page_size;
-    const int64_t first = first_seen(length, 0, p.window_left);
-    const PageRange pages = {static_cast<int>(first / page_size),
+    const int first = first_seen(static_cast<int>(length), 0, p.window_left);
+    const PageRange pages = {first / page_size,
                              static_cast<int>((length + page_size - 1) / page_size)};
     bad = first < length &&
           any_bad_page(cache.page_table + int64_t{b} * cache.max_pages, pages, cache.num_pages);

@@ -3,8 +3,9 @@
 #pragma once
 
 #include "../softmax_state.h"
+#include "attend_plan.h"
 #include "elements.cuh"
-#include "work_list.cuh"
+#include "query_rows.cuh"
 
 namespace directkv::cuda {
 

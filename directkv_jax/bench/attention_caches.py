@@ -153,7 +153,9 @@ def _dense_on_device(block, shape, heads_first: bool):
 
 def _dense_in_host_memory(block, shape, heads_first: bool):
     assert not heads_first, "only a baseline in device memory asks for it"
-    array = memory.allocate(shape, block.dtype, "host")
+    # As plain JAX allocates it: what the baseline copies must not depend on our pools.
+    host = jax.memory.Space.Host
+    array = jax.jit(lambda: jax.device_put(jax.lax.empty(shape, block.dtype), host))()
     ((address, nbytes),) = memory.base_pointers(jax.block_until_ready(array))
     # Written by the CPU through the address: nobody else holds the array yet, and a jitted program
     # would stage it.

@@ -8,6 +8,7 @@ it is what staging can reach, a little more than the SMs can.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,19 +89,26 @@ def measure(placement: str) -> dict[str, Any]:
 
 
 class ZeroCopyYardstick:
-    """GB/s of the plain read of just as many bytes as a case reads, measured once for each size.
+    """The plain read of just as many bytes as a case reads, timed in turns with the case.
 
-    A small case is thus compared with a read that has the same start and the same tail.
+    A small case is thus compared with a read that has the same start and the same tail, and what
+    else uses the link for a while slows both.
     """
 
     def __init__(self) -> None:
         self.by_bytes: dict[int, dict[str, Any]] = {}
 
-    def __call__(self, data, nbytes: int) -> float | None:
-        """For `nbytes` of host memory; `data` is read, as much of it as there is."""
+    def reader(self, data, nbytes: int) -> tuple[Callable[[], Any], int] | None:
+        """(a call that reads host memory `data`, the bytes it reads); None without CUDA.
+
+        With as many thread blocks as were best for that size, found once for each.
+        """
         if not timing.on_cuda():
             return None
-        nbytes = min(nbytes, LARGEST_YARDSTICK_BYTES)
+        nbytes = min(nbytes, LARGEST_YARDSTICK_BYTES, data.nbytes) // 16 * 16
         if nbytes not in self.by_bytes:
-            self.by_bytes[nbytes] = read_gb_per_s(data, min(nbytes, data.nbytes), HOST_CTAS)
-        return self.by_bytes[nbytes]["gb_per_s"]
+            self.by_bytes[nbytes] = read_gb_per_s(data, nbytes, HOST_CTAS)
+        read = functools.partial(_read, nbytes=nbytes, ctas=self.by_bytes[nbytes]["ctas"])
+        program, x = jax.jit(timing.between_marks(read)), jnp.zeros((1,), jnp.uint32)
+        jax.block_until_ready(program(x, data))
+        return lambda: program(x, data), nbytes

@@ -86,17 +86,17 @@ def times_us(call: Callable[[], Any], repeats: int, warmups: int = WARMUPS) -> l
       repeats: how many times count.
       warmups: how many come first.
     """
-    module = native() if on_cuda() else None
-    times = []
-    for count in range(warmups + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        elapsed = time.perf_counter() - start
-        if module is not None:
-            elapsed = module.bench_elapsed_ms(BEGIN, END) / 1e3
-        if count >= warmups:
-            times.append(elapsed * 1e6)
-    return times
+    return [time_us(call) for _ in range(warmups + repeats)][warmups:]
+
+
+def time_us(call: Callable[[], Any]) -> float:
+    """Microseconds of one call, see `times_us`."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    elapsed = time.perf_counter() - start
+    if on_cuda():
+        return native().bench_elapsed_ms(BEGIN, END) * 1e3
+    return elapsed * 1e6
 
 
 def median(times: list[float]) -> float:

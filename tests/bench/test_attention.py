@@ -99,10 +99,19 @@ def test_what_is_unsupported_becomes_a_row(tmp_path):
     assert "multiple of 8" in done.stdout
 
 
+# A process started in the background of a script ignores Ctrl-C, and so do its children.
+HEARS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_interrupted_it_leaves_what_it_has(tmp_path):
     lengths = [str(256 + 64 * n) for n in range(40)]
+    bench = command("--batch", "1", "--length", *lengths, "--output", str(tmp_path))
     with subprocess.Popen(
-        command("--batch", "1", "--length", *lengths, "--output", str(tmp_path)), env=ENVIRONMENT,
+        [sys.executable, "-c", HEARS_CTRL_C, *bench], env=ENVIRONMENT,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None
