@@ -144,7 +144,7 @@ class Bench:
         return figures | attention_oracle.errors(out, exact)
 
     def _timed(self, case: Case, call: Callable[[], Any], compiled, data) -> dict[str, Any]:
-        """Times, rates and shares; of host memory, a plain read of `data` is timed after each call."""
+        """Times, rates, shares; in host memory a plain read of `data` is timed after each call."""
         yardstick = None
         if case.placement == "host" and not case.appends:  # appends donate the data
             yardstick = self.zero_copy.reader(data, case.kv_bytes)
