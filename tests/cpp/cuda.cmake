@@ -56,5 +56,6 @@ target_compile_definitions(directkv_cuda_emulated_tests_sm80 PRIVATE DIRECTKV_EM
 
 enable_testing()
 add_test(NAME directkv_cuda_emulated_tests COMMAND directkv_cuda_emulated_tests --quick)
-add_test(NAME directkv_cuda_emulated_tests_sm80 COMMAND directkv_cuda_emulated_tests_sm80 --quick)
+add_test(NAME directkv_cuda_emulated_tests_sm80
+  COMMAND directkv_cuda_emulated_tests_sm80 --quick every_instance)
 add_test(NAME directkv_host_pool_tests COMMAND directkv_host_pool_tests)
