@@ -2,8 +2,8 @@
 // costs. Plain arithmetic on shapes, so that Python can size the workspace while tracing, on a
 // machine without a GPU.
 //
-// How many CTAs. A CTA keeps a ring of about 96 KiB full (tile_ring.cuh), and a memory needs
-// bandwidth * round trip in flight:
+// How many CTAs (the round trips of C2C and HBM are assumed). A CTA keeps a ring of about 96 KiB
+// full (tile_ring.cuh), and a memory needs bandwidth * round trip in flight:
 //
 //   PCIe   51 GB/s  * 1.7 us =  87 KB: one CTA's ring covers it. Two CTAs that only fetch reach the
 //          peak; arithmetic, and the gap between one stretch of work and the next, ask for more.

@@ -137,13 +137,6 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// 1 / x, to 1 unit in the last place.
-__device__ __forceinline__ float reciprocal_fast(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Launches a kernel of that kind, see wait_for_earlier_kernels(). The status is that of this launch
 // alone: an older error of the process is not picked up.
 template <typename... Params, typename... Args>

@@ -80,6 +80,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// 1 / x, to 1 unit in the last place.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger; NaN if either is NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;

@@ -9,7 +9,7 @@
 //
 // Other rows (head dims 80 and 96) stay as they are, one span, and are copied as one run without a
 // map: they conflict 2-way or 4-way, and shorter spans would be read as requests of their size,
-// which costs up to half of a link.
+//.
 #pragma once
 
 #include "../page_layout.h"

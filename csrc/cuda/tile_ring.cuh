@@ -132,7 +132,7 @@ class TileProducer {
     const int spans = Shape::kSwizzled && box != Shape::kTokens ? Shape::kSpans : 1;
     for (int i = lane_id(); i < boxes * 2 * spans; i += 32) {
       const int token = i / (2 * spans) * box, half = i / spans % 2, span = i % spans;
-      const int position = tile.position + token, page = divide(position, page_size);
+      const int position = tile.position + token, page = position / page_size;
       const int row = half * page_size + position - page * page_size;
       const int64_t from = cache_tile(segment, page);
       unsigned char* const to = stage + half * Shape::kHalfBytes +
@@ -151,7 +151,7 @@ class TileProducer {
 #else
     const unsigned char* const pages = static_cast<const unsigned char*>(p_.cache.pages);
     for (int token = 0; token < tile.count; token += box) {
-      const int position = tile.position + token, page = divide(position, page_size);
+      const int position = tile.position + token, page = position / page_size;
       const unsigned char* const from = pages +
                                         cache_tile(segment, page) * p_.cache.layout.tile_bytes() +
                                         int64_t{position - page * page_size} * Shape::kTokenBytes;

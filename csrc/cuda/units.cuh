@@ -25,17 +25,6 @@ struct AttendGrid {
 // Rows are a little shorter than int32 allows, so that sums of a position and a few tokens fit too.
 constexpr int kMaxLength = INT32_MAX - (1 << 20);
 
-// a / b for a >= 0 and b > 0, by floats: integer division takes several times as long, and stands
-// on the way to the first tile. Up to the limit the quotient is off by one at most.
-__device__ __forceinline__ int divide(int a, int b) {
-  if (a >= 1 << 22) return a / b;
-  int q = static_cast<int>(static_cast<float>(a) * reciprocal_fast(static_cast<float>(b)));
-  const int rest = a - q * b;
-  if (rest < 0) --q;
-  if (rest >= b) ++q;
-  return q;
-}
-
 __device__ __forceinline__ int64_t capacity(const CacheView& cache) {
   return min(int64_t{kMaxLength}, int64_t{cache.max_pages} * cache.layout.page_size);
 }

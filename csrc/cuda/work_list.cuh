@@ -46,13 +46,13 @@ struct WorkSplit {
 
   __device__ __forceinline__ WorkSplit(const AttendGrid& grid, int total)
       : ctas(min(grid.ctas, (total + 1) / 2)),
-        each(ctas > 0 ? divide(total, ctas) : 0),
+        each(ctas > 0 ? total / ctas : 0),
         rest(total - each * ctas) {}
   __device__ __forceinline__ int begin(int c) const { return each * c + min(c, rest); }
   // The CTA that has a tile.
   __device__ __forceinline__ int cta_of(int tile) const {
     const int longer = rest * (each + 1);  // tiles of the first `rest` CTAs
-    return tile < longer ? divide(tile, each + 1) : rest + divide(tile - longer, each);
+    return tile < longer ? tile / (each + 1) : rest + (tile - longer) / each;
   }
 };
 
@@ -91,7 +91,7 @@ class WorkCursor {
               __shfl_sync(kFullWarp, group.row.seq, lane)};
       const int per_head = __shfl_sync(kFullWarp, group.per_head, lane);
       tile_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
-      k_ = divide(tile_, per_head);
+      k_ = tile_ / per_head;
       tile_ -= k_ * per_head;  // next() walks on to the row block
       return;
     }

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -138,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
         from directkv_jax.bench import attention_worker
 
         return attention_worker.main()
-    gpus = [] if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else record.gpus()
+    gpus = record.visible_gpus()
     cases = attention_presets.expand(arguments, has_gpu=bool(gpus))
     if arguments.dry_run:
         print("\n".join(f"{case.label}: {case.kv_bytes / 1e6:.1f} MB" for case in cases))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -101,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _name(arguments: argparse.Namespace) -> str:
     suffix = f"-{arguments.preset}" if arguments.preset else ""
-    machine = record.gpu_slug() if _gpus() else "nogpu"
+    machine = record.gpu_slug() if record.visible_gpus() else "nogpu"
     return arguments.name or f"{machine}-decode{suffix}"
 
 
@@ -132,14 +131,9 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _gpus() -> list[dict[str, str]]:
-    """Those JAX will see, as their driver says: JAX is not started in this process."""
-    return [] if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else record.gpus()
-
-
 def _device_bytes() -> int | None:
     """Memory of the first GPU."""
-    gpus = _gpus()
+    gpus = record.visible_gpus()
     return int(gpus[0]["memory.total"].split()[0]) << 20 if gpus else None  # "143771 MiB"
 
 

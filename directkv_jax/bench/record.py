@@ -116,6 +116,11 @@ def gpus() -> list[dict[str, str]]:
     return [dict(zip(fields, line.split(", "), strict=False)) for line in out.splitlines()]
 
 
+def visible_gpus() -> list[dict[str, str]]:
+    """Those JAX will see, as their driver says: JAX is not started for it."""
+    return [] if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else gpus()
+
+
 def gpu_slug() -> str:
     """The first GPU's name for a file name: `h200`; `nogpu` without one."""
     names = [gpu["name"] for gpu in gpus()] or ["nogpu"]
