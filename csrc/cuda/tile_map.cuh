@@ -8,8 +8,7 @@
 // the same bandwidth, on the link and from HBM (docs/performance.md).
 //
 // Other rows (head dims 80 and 96) stay as they are, one span, and are copied as one run without a
-// map: they conflict 2-way or 4-way, and shorter spans would be read as requests of their size,
-//.
+// map: they conflict 2-way or 4-way, and shorter spans would be read as requests of their size.
 #pragma once
 
 #include "../page_layout.h"
