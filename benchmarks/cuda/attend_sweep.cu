@@ -4,7 +4,7 @@
 //
 //   attend_sweep [host|device] B S K G H T [ctas...]
 //
-// Prints one JSON object per line. Built with the C++ tests (DIRECTKV_BUILD_TESTS).
+// Prints one JSON object per line; `layer_us`: of one append and attend in a chain of 32. Built with the C++ tests (DIRECTKV_BUILD_TESTS).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -81,7 +81,7 @@ double median_us(F run) {
   CHECK(cudaEventCreate(&end));
   std::vector<float> times;
   for (int i = 0; i < 7; ++i) {
-    spin<<<1, 1>>>(400000);
+    spin<<<1, 1>>>(2000000);
     CHECK(cudaEventRecord(begin));
     run();
     CHECK(cudaEventRecord(end));
@@ -135,6 +135,7 @@ int main(int argc, char** argv) {
   CHECK(cudaMalloc(&p.lse, size_t(B) * T * K * G * 4));
   CHECK(cudaMalloc(&p.workspace, directkv::cuda::attend_workspace_bytes(
                                      2, B, T, K * G, K, H, int64_t{max_pages} * page_size)));
+  const directkv::AppendParams append = {p.cache, p.key, p.value, p.seq_lengths, T};
   const double kv = 4.0 * B * S * K * H;
   uint32_t* sum;
   CHECK(cudaMalloc(&sum, 4));
@@ -148,10 +149,19 @@ int main(int argc, char** argv) {
   for (int ctas : counts) {
     p.num_ctas = ctas;
     const double us = median_us([&] { CHECK(directkv::cuda::attend(p, nullptr)); });
+    // As in a decode step: append and attend in turn.
+    constexpr int kLayers = 32;
+    const double layer_us = median_us([&] {
+                              for (int i = 0; i < kLayers; ++i) {
+                                CHECK(directkv::cuda::attend(p, nullptr));
+                                CHECK(directkv::cuda::append(append, nullptr));
+                              }
+                            }) /
+                            kLayers;
     std::printf("{\"placement\": \"%s\", \"B\": %d, \"S\": %d, \"K\": %d, \"G\": %d, \"H\": %d, "
                 "\"T\": %d, \"ctas\": %d, \"us\": %.1f, \"gb_per_s\": %.2f, "
-                "\"share_of_read\": %.3f}\n",
-                argv[1], B, S, K, G, H, T, ctas, us, kv / us / 1e3, read_us / us);
+                "\"share_of_read\": %.3f, \"layer_us\": %.2f}\n",
+                argv[1], B, S, K, G, H, T, ctas, us, kv / us / 1e3, read_us / us, layer_us);
     std::fflush(stdout);
   }
   return 0;

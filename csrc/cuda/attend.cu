@@ -50,6 +50,9 @@ cudaError_t launch_merge(const AttendParams& p, const AttendGrid& grid, cudaStre
   return cudaErrorInvalidValue;
 }
 
+// Shared memory for the queries of 128 rows of head dim 256 and a ring.
+constexpr int kWideShared = 160 * 1024;
+
 // Tokens that lie together in every page: a power of two, at most a tile.
 int box_tokens(int page_size, int tile) {
   int box = tile;
@@ -80,9 +83,11 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   const int item = itemsize(layout.dtype), tile = tile_tokens(item, layout.head_dim);
+  const DeviceLimits& limits = device_limits();
+  const bool wide = p.pages_on_host && limits.shared_per_block >= kWideShared;
   const AttendPlan plan =
       make_attend_plan(item, p.cache.batch, p.query_tokens, p.query_heads, layout.kv_heads,
-                       layout.head_dim, int64_t{p.cache.max_pages} * layout.page_size);
+                       layout.head_dim, int64_t{p.cache.max_pages} * layout.page_size, wide);
   if (plan.rows_per_block > max_rows(item, layout.head_dim)) return cudaErrorInvalidValue;
   if (too_much_work(p, plan, tile)) return cudaErrorInvalidConfiguration;
   AttendGrid grid = {};
@@ -92,7 +97,7 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   while (grid.tile_tokens() < tile) ++grid.tile_shift;
   grid.inverse_group = 1.0f / static_cast<float>(p.query_heads / layout.kv_heads);
   grid.box_tokens = box_tokens(layout.page_size, tile);
-  const cudaError_t status = launch_partial(p, plan, device_limits(), &grid, stream);
+  const cudaError_t status = launch_partial(p, plan, limits, &grid, stream);
   return status != cudaSuccess ? status : launch_merge(p, grid, stream);
 }
 

@@ -20,20 +20,23 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     ring.init(Attention::kWarps);
   }
   __syncthreads();
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-  const bool produces = threadIdx.x / 32 == Attention::kWarps;
-  TileProducer<Shape> producer(p, grid, &map, ring);
-  WorkCursor cursor(p, grid);
-  if (produces) return producer.run(cursor, Attention::kScratch);
+  WorkCursor cursor;
+  bool more = cursor.start(p, grid);
+  if (threadIdx.x / 32 == Attention::kWarps) {
+    TileProducer<Shape> producer(p, grid, &map, ring);
+    for (; more; more = cursor.next(p, grid))
+      producer.fetch(cursor.segment(), Attention::kScratch);
+    return;
+  }
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;
   Attention attention(p, own);
   // In shared memory, one for each warp: registers are what the matrix fragments need.
-  Segment& segment = reinterpret_cast<Segment*>(own + Attention::kSharedBytes)[threadIdx.x / 32];
+  WorkCursor& kept = reinterpret_cast<WorkCursor*>(own + Attention::kSharedBytes)[threadIdx.x / 32];
   RingPosition at;
-  for (Segment next; cursor.next(p, grid, &next);) {
-    if (lane_id() == 0) segment = next;
+  while (more) {
+    if (lane_id() == 0) kept = cursor;
     __syncwarp();
+    const Segment& segment = kept.segment();
     attention.begin(p, QueryRows(p, grid, segment));
 #pragma unroll 1
     for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
@@ -48,6 +51,8 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     } else {
       attention.finish(output, nullptr);
     }
+    cursor = kept;
+    more = cursor.next(p, grid);
     __syncwarp();
   }
 }
@@ -56,7 +61,7 @@ template <typename Attention>
 cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
                              const DeviceLimits& limits, AttendGrid* grid, cudaStream_t stream) {
   using Shape = typename Attention::Shape;
-  constexpr int kShared = Attention::kSharedBytes + Attention::kWarps * sizeof(Segment);
+  constexpr int kShared = Attention::kSharedBytes + Attention::kWarps * sizeof(WorkCursor);
   const auto stages = [&](int ctas_per_sm) {
     constexpr int kReserved = 1024;  // by the system, for each CTA
     const int share = limits.shared_per_sm / ctas_per_sm - kReserved;

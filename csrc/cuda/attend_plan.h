@@ -35,7 +35,14 @@ constexpr int64_t kMaxWorkspaceBytes = int64_t{15} << 20;
 
 // Query rows (of the G*T of one KV head) that a CTA has room for.
 constexpr int max_rows(int itemsize, int head_dim) {
-  return (itemsize == 2 ? 128 : 64) / (head_dim > 128 ? 2 : 1);
+  return itemsize == 2 ? 128 : head_dim > 128 ? 32 : 64;
+}
+
+// Those that it takes. 128 rows of head dim 256 leave room in the workspace for half as many CTAs:
+// half the rows are taken where another pass over the tiles costs less (`!wide`: they are in HBM).
+constexpr int row_limit(int itemsize, int head_dim, int group, bool wide) {
+  const int most = max_rows(itemsize, head_dim);
+  return itemsize == 2 && head_dim > 128 && !wide && group <= most / 2 ? most / 2 : most;
 }
 
 // Tokens of a tile: keys and values of one KV head in one stage of the ring, 16 or 32 KiB. 16-bit
@@ -56,11 +63,13 @@ struct AttendPlan {
   int max_ctas;
 };
 
+// `wide`: see row_limit().
 inline AttendPlan make_attend_plan(int itemsize, int batch, int query_tokens, int query_heads,
-                                   int kv_heads, int head_dim, int64_t capacity) {
+                                   int kv_heads, int head_dim, int64_t capacity, bool wide) {
   const int group = std::max(1, query_heads / kv_heads), tokens = std::max(1, query_tokens);
   AttendPlan plan;
-  plan.tokens_per_block = std::clamp(max_rows(itemsize, head_dim) / group, 1, tokens);
+  plan.tokens_per_block =
+      std::clamp(row_limit(itemsize, head_dim, group, wide) / group, 1, tokens);
   plan.rows_per_block = plan.tokens_per_block * group;
   plan.row_blocks = (tokens + plan.tokens_per_block - 1) / plan.tokens_per_block;
   const int64_t slot_bytes = plan.rows_per_block * state_bytes(head_dim);
@@ -72,12 +81,17 @@ inline AttendPlan make_attend_plan(int itemsize, int batch, int query_tokens, in
   return plan;
 }
 
-// Partial states (o[H], m, l) of the rows of every slot, float32.
+// Partial states (o[H], m, l) of the rows of every slot, float32; enough for either plan.
 inline int64_t attend_workspace_bytes(int itemsize, int batch, int query_tokens, int query_heads,
                                       int kv_heads, int head_dim, int64_t capacity) {
-  const AttendPlan plan =
-      make_attend_plan(itemsize, batch, query_tokens, query_heads, kv_heads, head_dim, capacity);
-  return kSlotsPerCta * plan.max_ctas * plan.rows_per_block * state_bytes(head_dim);
+  int64_t bytes = 0;
+  for (const bool wide : {false, true}) {
+    const AttendPlan plan = make_attend_plan(itemsize, batch, query_tokens, query_heads, kv_heads,
+                                             head_dim, capacity, wide);
+    bytes = std::max(bytes,
+                     kSlotsPerCta * plan.max_ctas * plan.rows_per_block * state_bytes(head_dim));
+  }
+  return bytes;
 }
 
 enum class Memory { kHbm, kPcie, kC2c };  // where the pages are, as the GPU reaches them

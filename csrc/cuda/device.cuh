@@ -50,6 +50,13 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
                : "memory");
 }
 
+// A load past L1, of what another kernel may be writing: no later load finds it there.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
 // A barrier in shared memory: a phase is over when the announced arrivals and bytes have come.
 using Barrier = uint64_t;
 

@@ -1,7 +1,7 @@
 // Attention of a block of query rows over tiles of 16-bit elements, on the tensor cores.
 //
-// Every warp keeps the queries, the softmax states and the output of 16 rows in registers. The
-// warps of a CTA stand in a grid: kRowWarps of them side by side cover the rows of the class, and
+// Every warp keeps the queries, the softmax states and the output of 16 rows in registers (the
+// queries in shared memory where registers do not suffice for both). The warps of a CTA stand in a grid: kRowWarps of them side by side cover the rows of the class, and
 // kTokenWarps of them share the tokens, each taking every kTokenWarps-th slice of 16 or 32 tokens.
 // So no warp waits for another before the end of a segment, where the states of the token warps
 // merge.
@@ -31,13 +31,16 @@ class MatrixAttention {
   static constexpr int kWarps = kRowWarps > 4 ? kRowWarps : 4;
   static constexpr int kTokenWarps = kWarps / kRowWarps;
   static constexpr int kScratch = kTokenWarps > 1 ? 1 : 0;  // stages for the merge of the states
-  // Beyond the ring: maximum and sum of the rows, where states merge.
-  static constexpr int kSharedBytes = kTokenWarps / 2 * kRowWarps * 512;
   // Registers: the output takes H / 2 of them in each thread, the queries H / 4.
   static constexpr int kCtasPerSm = kHeadDim > 128 || kWarps > 4 ? 1 : 2;
+  static constexpr bool kQueriesInShared = kHeadDim > 128 && kWarps > 4;
+  // Beyond the ring: the queries, or maximum and sum of the rows where states merge.
+  static constexpr int kSharedBytes =
+      kQueriesInShared ? kWarps * 16 * kHeadDim * 2 : kTokenWarps / 2 * kRowWarps * 512;
+  static_assert(!kQueriesInShared || kTokenWarps == 1, "one or the other");
 
   __device__ __forceinline__ MatrixAttention(const AttendParams& p, unsigned char* shared)
-      : options_(p), exchange_(reinterpret_cast<float4*>(shared)) {}
+      : options_(p), shared_(shared) {}
 
   // Loads the queries of a segment; the sums are empty.
   __device__ __forceinline__ void begin(const AttendParams& p, const QueryRows& rows) {
@@ -46,16 +49,34 @@ class MatrixAttention {
     // hide nothing.
     const int last = rows.count - 1;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = first_row() + lane_id() / 4 + 8 * i;
-      token_[i] = rows.token(min(row, last));
-      const auto* pairs = reinterpret_cast<const uint32_t*>(
-          static_cast<const unsigned char*>(p.query) + rows.query(min(row, last)) * kHeadDim * 2);
+    for (int i = 0; i < 2; ++i)
+      token_[i] = rows.token(min(first_row() + lane_id() / 4 + 8 * i, last));
+    const auto row_of_query = [&](int row) {
+      return static_cast<const unsigned char*>(p.query) +
+             rows.query(min(row, last)) * (kHeadDim * 2);
+    };
+    if constexpr (kQueriesInShared) {
+      __syncwarp();  // the last segment's have been read
+      constexpr int kPieces = kHeadDim / 8;
+#pragma unroll 4
+      for (int i = lane_id(); i < 16 * kPieces; i += 32) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const uint4* const from = reinterpret_cast<const uint4*>(row_of_query(first_row() + row));
+        *reinterpret_cast<uint4*>(queries() + query_offset(row, piece)) =
+            first_row() + row <= last ? from[piece] : uint4{0, 0, 0, 0};
+      }
+      __syncwarp();
+    } else {
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s)
+      for (int i = 0; i < 2; ++i) {
+        const int row = first_row() + lane_id() / 4 + 8 * i;
+        const auto* pairs = reinterpret_cast<const uint32_t*>(row_of_query(row));
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          query_[s][i + 2 * half] = row <= last ? pairs[8 * s + 4 * half + lane_id() % 4] : 0;
+        for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            query_[s][i + 2 * half] = row <= last ? pairs[8 * s + 4 * half + lane_id() % 4] : 0;
+      }
     }
     first_token_ = rows.token(min(first_row(), last));
     last_token_ = rows.token(min(first_row() + 15, last));
@@ -99,7 +120,7 @@ class MatrixAttention {
         const int place =
             (token_warp() % half + (2 * half < kTokenWarps ? half : 0)) * kRowWarps + row_warp();
         float4* const out = reinterpret_cast<float4*>(scratch) + place * kColumns * 32 + lane_id();
-        float4* const state = exchange_ + place * 32 + lane_id();
+        float4* const state = reinterpret_cast<float4*>(shared_) + place * 32 + lane_id();
         if (token_warp() >= half && token_warp() < 2 * half) give(out, state);
         sync_some(1, kWarps * 32);
         if (token_warp() < half) merge(out, *state);
@@ -132,6 +153,14 @@ class MatrixAttention {
   static __device__ __forceinline__ int row_warp() { return warp() % kRowWarps; }
   static __device__ __forceinline__ int token_warp() { return warp() / kRowWarps; }
   static __device__ __forceinline__ int first_row() { return row_warp() * 16; }
+
+  // The queries of this warp in shared memory, pieces of 16 bytes swizzled by the row.
+  __device__ __forceinline__ unsigned char* queries() const {
+    return shared_ + warp() * 16 * kHeadDim * 2;
+  }
+  static __device__ __forceinline__ int query_offset(int row, int piece) {
+    return row * (kHeadDim * 2) + (piece ^ row % 8) * 16;
+  }
 
   // load(register, i), then use(register, i), for i in [0, kCount), the loads two ahead of the
   // uses.
@@ -199,15 +228,24 @@ class MatrixAttention {
     const int token = lane_id() / 16 * 8 + lane_id() % 8;
     const int flip = Shape::flip(token, lane_id() / 8 % 2);
     constexpr int kPairs = kGroups / 2;
+    uint32_t q[4];
     pipelined<kSteps * kPairs>(
         [&](uint32_t (&k)[4], int i) {
           load_matrices<false>(
               k, keys + Shape::piece_pair(first + token + i % kPairs * 16, flip, i / kPairs));
         },
         [&](const uint32_t (&k)[4], int i) {
-          const int n = i % kPairs * 2;
-          multiply_add<kDType>(logit[n], query_[i / kPairs], k[0], k[1]);
-          multiply_add<kDType>(logit[n + 1], query_[i / kPairs], k[2], k[3]);
+          const int n = i % kPairs * 2, step = i / kPairs;
+          if constexpr (kQueriesInShared) {
+            if (n == 0)
+              load_matrices<false>(q, queries() + query_offset(lane_id() % 16,
+                                                               2 * step + lane_id() / 16));
+            multiply_add<kDType>(logit[n], q, k[0], k[1]);
+            multiply_add<kDType>(logit[n + 1], q, k[2], k[3]);
+          } else {
+            multiply_add<kDType>(logit[n], query_[step], k[0], k[1]);
+            multiply_add<kDType>(logit[n + 1], query_[step], k[2], k[3]);
+          }
         });
     if (options_.soft_cap > 0.0f) {
       // tanh(x) = 1 - 2 / (exp(2 x) + 1): off by about 2^-23 of the cap.
@@ -370,12 +408,12 @@ class MatrixAttention {
   }
 
   LogitOptions options_;
-  float4* exchange_;
+  unsigned char* shared_;
   int rows_;                      // of the block
   int token_[2];                  // new token t of this lane's two rows
   int first_token_, last_token_;  // of the warp's rows
   int slices_;                    // of the segment so far, over all token warps
-  uint32_t query_[kSteps][4];
+  uint32_t query_[kQueriesInShared ? 1 : kSteps][4];
   float max_[2], sum_[2];  // max in units of log(2); sum of this lane's tokens
   float out_[kColumns][4];
 };

@@ -79,25 +79,22 @@ class TileProducer {
                                           const TileMap* map, TileRing<Shape> ring)
       : p_(p), grid_(grid), map_(map), ring_(ring), layer_(*p.cache.layer) {}
 
-  // Fetches every tile of the segments, and after each segment `scratch` empty stages.
-  __device__ __forceinline__ void run(WorkCursor cursor, int scratch) {
-    Segment segment;
-    while (cursor.next(p_, grid_, &segment)) {
-      for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
-        const Tile tile(grid_, segment.row, segment.unit, i);
-        acquire();
-        if (tile.fresh) {
-          fetch_fresh(segment, tile);
-        } else {
-          fetch_cached(segment, tile);
-        }
-        at_.advance(ring_.count());
+  // Fetches every tile of a segment, and then `scratch` empty stages.
+  __device__ __forceinline__ void fetch(const Segment& segment, int scratch) {
+    for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
+      const Tile tile(grid_, segment.row, segment.unit, i);
+      acquire();
+      if (tile.fresh) {
+        fetch_fresh(segment, tile);
+      } else {
+        fetch_cached(segment, tile);
       }
-      for (int i = 0; i < scratch; ++i) {
-        acquire();
-        barrier_arrive(ring_.full(at_.stage));
-        at_.advance(ring_.count());
-      }
+      at_.advance(ring_.count());
+    }
+    for (int i = 0; i < scratch; ++i) {
+      acquire();
+      barrier_arrive(ring_.full(at_.stage));
+      at_.advance(ring_.count());
     }
   }
 

@@ -64,14 +64,17 @@ struct RowWork {
   RowWork() = default;
   __device__ __forceinline__ RowWork(const AttendParams& p, int b) {
     // All loads before the first look at one: they come in one round trip.
-    const int layer = *p.cache.layer;
-    length = p.cache.lengths[b];
-    seq = p.seq_lengths[b];
+    const int layer = load_relaxed(p.cache.layer);
+    length = load_relaxed(p.cache.lengths + b);
+    seq = load_relaxed(p.seq_lengths + b);
     const bool ok = length >= 0 && length <= capacity(p.cache) && seq >= 0 &&
                     seq <= p.query_tokens && layer_in_range(p.cache, layer);
     if (!ok) length = seq = 0;
     // Without a page there is nothing to copy; the row's ids are out of range in any case.
     if (p.cache.num_pages <= 0) length = 0;
+  }
+  __device__ __forceinline__ bool operator!=(const RowWork& other) const {
+    return length != other.length || seq != other.seq;
   }
 };
 

@@ -21,11 +21,17 @@ struct RowGroup {
   RowWork row;
   int per_head, end;
 
+  // The row of this lane, of the rows from `base` on.
+  static __device__ __forceinline__ RowWork load(const AttendParams& p, int base) {
+    return RowWork(p, min(base + lane_id(), p.cache.batch - 1));
+  }
   __device__ __forceinline__ RowGroup(const AttendParams& p, const AttendGrid& grid, int base,
-                                      int before) {
-    const int b = base + lane_id();
-    row = RowWork(p, min(b, p.cache.batch - 1));
-    per_head = b < p.cache.batch ? head_tiles(p, grid, row) : 0;
+                                      int before)
+      : RowGroup(p, grid, load(p, base), base, before) {}
+  __device__ __forceinline__ RowGroup(const AttendParams& p, const AttendGrid& grid,
+                                      const RowWork& loaded, int base, int before)
+      : row(loaded) {
+    per_head = base + lane_id() < p.cache.batch ? head_tiles(p, grid, row) : 0;
     end = per_head * p.cache.layout.kv_heads;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -70,41 +76,31 @@ struct Segment {
 // Walks the segments of this CTA. All lanes of a warp do the same.
 class WorkCursor {
  public:
-  __device__ __forceinline__ WorkCursor(const AttendParams& p, const AttendGrid& grid) {
-    const int c = static_cast<int>(blockIdx.x);
-    RowGroup group(p, grid, 0, 0);
-    int total = group.total();
-    for (int base = 32; base < p.cache.batch; base += 32)
-      total = RowGroup(p, grid, base, total).total();
-    const WorkSplit split(grid, total);
-    if (c >= split.ctas) return;
-    const int begin = split.begin(c);
-    left_ = split.begin(c + 1) - begin;
-    // The row that holds tile `begin`.
-    for (int base = 0, before = 0;; before = group.total(), base += 32) {
-      if (base > 0) group = RowGroup(p, grid, base, before);
-      const unsigned beyond = __ballot_sync(kFullWarp, begin < group.end);
-      if (beyond == 0) continue;
-      const int lane = __ffs(static_cast<int>(beyond)) - 1;
-      b_ = base + lane;
-      row_ = {__shfl_sync(kFullWarp, group.row.length, lane),
-              __shfl_sync(kFullWarp, group.row.seq, lane)};
-      const int per_head = __shfl_sync(kFullWarp, group.per_head, lane);
-      tile_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
-      k_ = tile_ / per_head;
-      tile_ -= k_ * per_head;  // next() walks on to the row block
-      return;
+  // Waits for the earlier kernels of the stream, and goes to the first segment, as next() does. It
+  // is found before they have ended, from what the lengths are by then, and again if they changed.
+  __device__ __forceinline__ bool start(const AttendParams& p, const AttendGrid& grid) {
+    RowWork first = RowGroup::load(p, 0);
+    bool any;
+#pragma unroll 1
+    for (bool early = true;; early = false) {
+      go_to_begin(p, grid, first);
+      any = next(p, grid);
+      if (!early) return any;
+      wait_for_earlier_kernels();
+      let_next_kernel_start();
+      const RowWork now = RowGroup::load(p, 0);
+      if (p.cache.batch <= 32 && !__any_sync(kFullWarp, now != first)) return any;
+      first = now;
     }
   }
 
-  // The next segment into `*segment`; false: there is none.
-  __device__ __forceinline__ bool next(const AttendParams& p, const AttendGrid& grid,
-                                       Segment* segment) {
+  // Goes to the next segment; false: there is none.
+  __device__ __forceinline__ bool next(const AttendParams& p, const AttendGrid& grid) {
     while (left_ > 0) {
       const Unit unit(p, grid, row_, block_);
       if (tile_ < unit.tiles) {
         const int end = min(unit.tiles, tile_ + left_);
-        *segment = {b_, k_, row_, unit, tile_, end};
+        segment_ = {b_, k_, row_, unit, tile_, end};
         left_ -= end - tile_;
         tile_ = end;
         return true;
@@ -121,11 +117,44 @@ class WorkCursor {
     return false;
   }
 
+  __device__ __forceinline__ const Segment& segment() const { return segment_; }
+
  private:
+  // `first`: the row of this lane, RowGroup::load(p, 0).
+  __device__ __forceinline__ void go_to_begin(const AttendParams& p, const AttendGrid& grid,
+                                              const RowWork& first) {
+    left_ = block_ = 0;
+    const int c = static_cast<int>(blockIdx.x);
+    RowGroup group(p, grid, first, 0, 0);
+    int total = group.total();
+    for (int base = 32; base < p.cache.batch; base += 32)
+      total = RowGroup(p, grid, base, total).total();
+    const WorkSplit split(grid, total);
+    if (c >= split.ctas) return;
+    const int begin = split.begin(c);
+    // The row that holds tile `begin`. There is none where lengths change while they are read.
+    for (int base = 0, before = 0; base < p.cache.batch; before = group.total(), base += 32) {
+      if (base > 0) group = RowGroup(p, grid, base, before);
+      const unsigned beyond = __ballot_sync(kFullWarp, begin < group.end);
+      if (beyond == 0) continue;
+      const int lane = __ffs(static_cast<int>(beyond)) - 1;
+      b_ = base + lane;
+      row_ = {__shfl_sync(kFullWarp, group.row.length, lane),
+              __shfl_sync(kFullWarp, group.row.seq, lane)};
+      const int per_head = __shfl_sync(kFullWarp, group.per_head, lane);
+      tile_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
+      k_ = tile_ / per_head;
+      tile_ -= k_ * per_head;  // next() walks on to the row block
+      left_ = split.begin(c + 1) - begin;
+      return;
+    }
+  }
+
   int left_ = 0;  // tiles of this CTA not yet given out
   int b_ = 0, k_ = 0, block_ = 0;
   RowWork row_;   // of b_
   int tile_ = 0;  // in the unit; may lie beyond it, in a later one
+  Segment segment_;
 };
 
 }  // namespace directkv::cuda

@@ -211,6 +211,48 @@ TEST(attend_long_rows) {
     }
 }
 
+#if defined(DIRECTKV_EMULATE_CUDA)
+// A kernel may start before those it depends on have ended: what they have not written yet, or what
+// stood there before, must not count.
+TEST(attend_operands_written_late) {
+  std::mt19937 rng(5);
+  for (int round = 0; round < (quick() ? 6 : 40); ++round) {
+    Shape s;
+    s.dtype = pick(rng, kDTypes);
+    s.batch = pick(rng, {1, 3, 40, 70});
+    s.kv_heads = 2;
+    s.group = pick(rng, {1, 20});
+    s.query_tokens = pick(rng, {1, 9});
+    s.max_pages = 5;
+    s.num_ctas = pick(rng, {3, 40});
+    std::vector<int> lengths(s.batch), seq(s.batch, s.query_tokens), wrong(s.batch);
+    for (int b = 0; b < s.batch; ++b) {
+      lengths[b] = static_cast<int>(rng() % (s.capacity() + 1));
+      wrong[b] = rng() % 4 ? static_cast<int>(rng() % (s.capacity() + 1)) : INT32_MAX;
+    }
+    AttendCase c(s, lengths, seq, 23u + round);
+    DeviceCase device(c, Placement::kDevice);
+    const AttendParams p = device.params();
+    const auto late = [](const void* at, size_t bytes) {
+      emulation::write_late(at, std::vector<char>(bytes, '\xff'));
+    };
+    const char* const first = reinterpret_cast<const char*>(wrong.data());
+    emulation::write_late(p.cache.lengths, {first, first + 4 * s.batch});
+    if (round % 2) late(p.seq_lengths, 4 * s.batch);
+    if (round % 3 == 0) late(p.cache.layer, 4);
+    late(p.cache.page_table, 4 * c.page_table.size());
+    late(p.cache.pages, c.pages.size());
+    late(p.query, c.query.size());
+    late(p.key, c.key.size());
+    late(p.value, c.value.size());
+    device.attend();
+    const OracleResult want = oracle(c, 0, s.max_pages, true);
+    const double error = relative_error(outputs(c), want.out);
+    CHECK(error <= tolerance(s.dtype), "error %.3g: %s", error, s.text().c_str());
+  }
+}
+#endif
+
 // Rows that cannot be served give NaN, their neighbours are untouched by it.
 TEST(attend_invalid_rows) {
   Shape s;

@@ -28,7 +28,8 @@ const char* name(Placement placement) {
 
 const std::vector<Placement>& placements() {
 #if defined(DIRECTKV_EMULATE_CUDA)
-  static const std::vector<Placement> all = {Placement::kDevice};  // all memory is the same there
+  // All memory is the same there; the kernels are launched as for a host's.
+  static const std::vector<Placement> all = {Placement::kPinned};
 #else
   static const std::vector<Placement> all = {Placement::kDevice, Placement::kPinned,
                                              Placement::kPool};

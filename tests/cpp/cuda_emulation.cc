@@ -43,6 +43,12 @@ struct Fiber {
   std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
 };
 
+// Memory that an earlier kernel writes while the blocks of this one already run.
+struct LateWrite {
+  char* at;
+  std::vector<char> before, after;
+};
+
 std::vector<Fiber> fibers;
 ucontext_t scheduler;
 int current, threads_in_block;
@@ -54,6 +60,8 @@ bool or_next, or_result;
 const void* exchanged[1024];
 std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
 const std::function<void()>* kernel_body;
+std::vector<LateWrite> late_writes;
+bool waited;  // for earlier kernels, in this block
 int64_t progress;  // barriers passed and threads ended
 
 [[noreturn]] void fail(const char* what) {
@@ -146,6 +154,18 @@ void run_block() {
 Options& options() {
   static Options instance;
   return instance;
+}
+
+void write_late(const void* p, std::vector<char> before) {
+  char* const at = static_cast<char*>(const_cast<void*>(p));
+  std::vector<char> after(at, at + before.size());
+  late_writes.push_back({at, std::move(before), std::move(after)});
+}
+
+void wait_for_earlier_kernels() {
+  if (waited) return;
+  waited = true;
+  for (const LateWrite& w : late_writes) std::copy(w.after.begin(), w.after.end(), w.at);
 }
 
 void sync_block() { wait(block_meeting, threads_in_block); }
@@ -264,11 +284,15 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::funct
     warp_meetings.assign(threads / 32, {});
     std::fill(std::begin(named_meetings), std::end(named_meetings), Meeting{});
     phases.clear();
+    waited = false;
+    for (const LateWrite& w : late_writes) std::copy(w.before.begin(), w.before.end(), w.at);
     shared.reset(
         static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024)));
     std::memset(shared.get(), 0xff, shared_bytes);  // NaN in every dtype
     run_block();
+    if (!waited) fail("a block did not wait for earlier kernels");
   }
+  late_writes.clear();
 }
 
 }  // namespace directkv::emulation

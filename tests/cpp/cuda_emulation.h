@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 #undef __device__
 #undef __global__
@@ -42,6 +43,11 @@ struct Options {
   unsigned stalls = 0;      // seed of random stalls of threads that come out of a barrier; 0: none
 };
 Options& options();
+
+// For the next kernel launched: until a block has waited for earlier kernels it finds `before` at
+// `p`, then what is there now.
+void write_late(const void* p, std::vector<char> before);
+void wait_for_earlier_kernels();
 
 void sync_block();
 bool sync_block_or(bool predicate);
@@ -130,11 +136,12 @@ using emulation::barrier_wait;
 using emulation::copy_async_16;
 using emulation::dynamic_shared;
 using emulation::sync_some;
+using emulation::wait_for_earlier_kernels;
 
 inline void barrier_init_fence() {}
-inline void wait_for_earlier_kernels() {}
 inline void let_next_kernel_start() {}
 inline void fence_before_bulk_copies() {}
+inline int32_t load_relaxed(const int32_t* p) { return *p; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
