@@ -1,5 +1,9 @@
+// Fibers jump from stack to stack, which the checked longjmp takes for a mistake.
+#undef _FORTIFY_SOURCE
+
 #include "cuda_emulation.h"
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -37,7 +41,9 @@ struct Phases {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // of its start
+  jmp_buf place;       // where it yielded
+  bool started = false;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
   std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
@@ -50,7 +56,7 @@ struct LateWrite {
 };
 
 std::vector<Fiber> fibers;
-ucontext_t scheduler;
+jmp_buf scheduler;
 int current, threads_in_block;
 Meeting block_meeting;
 std::vector<Meeting> warp_meetings;
@@ -69,7 +75,17 @@ int64_t progress;  // barriers passed and threads ended
   std::abort();
 }
 
-void yield() { swapcontext(&fibers[current].context, &scheduler); }
+// swapcontext() would do, with two system calls for each switch.
+void yield() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
+
+void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
 
 // Lets a warp fall behind the others now and then, by as much as they need for a few tiles.
 void stall() {
@@ -129,11 +145,11 @@ void arrive(Phases& p) {
 void run_block() {
   for (int i = 0; i < threads_in_block; ++i) {
     Fiber& f = fibers[i];
-    f.done = false;
+    f.done = f.started = false;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.get();
     f.context.uc_stack.ss_size = kStackBytes;
-    f.context.uc_link = &scheduler;
+    f.context.uc_link = nullptr;
     makecontext(&f.context, fiber_main, 0);
   }
   for (int left = threads_in_block; left > 0;) {
@@ -142,7 +158,7 @@ void run_block() {
       current = options().reverse ? threads_in_block - 1 - n : n;
       if (fibers[current].done) continue;
       threadIdx = {static_cast<unsigned>(current), 0, 0};
-      swapcontext(&scheduler, &fibers[current].context);
+      resume(fibers[current]);
       if (fibers[current].done) --left;
     }
     if (progress == before) fail("deadlock: not all threads reach a barrier");
