@@ -4,7 +4,7 @@
 //
 //   attend_sweep [host|device] B S K G H T [ctas...]
 //
-// Prints one JSON object per line; `layer_us`: of one append and attend in a chain of 32. Built with the C++ tests (DIRECTKV_BUILD_TESTS).
+// Prints one JSON object per line; `layer_us`: of one append and attend in a CUDA graph of 32. Built with the C++ tests (DIRECTKV_BUILD_TESTS).
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -94,6 +94,21 @@ double median_us(F run) {
   return 1e3 * times[times.size() / 2];
 }
 
+template <typename F>
+cudaGraphExec_t captured(F run) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK(cudaStreamCreate(&stream));
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  run(stream);
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaStreamDestroy(stream));
+  return exec;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -149,15 +164,16 @@ int main(int argc, char** argv) {
   for (int ctas : counts) {
     p.num_ctas = ctas;
     const double us = median_us([&] { CHECK(directkv::cuda::attend(p, nullptr)); });
-    // As in a decode step: append and attend in turn.
     constexpr int kLayers = 32;
-    const double layer_us = median_us([&] {
-                              for (int i = 0; i < kLayers; ++i) {
-                                CHECK(directkv::cuda::attend(p, nullptr));
-                                CHECK(directkv::cuda::append(append, nullptr));
-                              }
-                            }) /
-                            kLayers;
+    const cudaGraphExec_t layers = captured([&](cudaStream_t stream) {
+      for (int i = 0; i < kLayers; ++i) {
+        CHECK(directkv::cuda::attend(p, stream));
+        CHECK(directkv::cuda::append(append, stream));
+      }
+    });
+    const double layer_us =
+        median_us([&] { CHECK(cudaGraphLaunch(layers, nullptr)); }) / kLayers;
+    CHECK(cudaGraphExecDestroy(layers));
     std::printf("{\"placement\": \"%s\", \"B\": %d, \"S\": %d, \"K\": %d, \"G\": %d, \"H\": %d, "
                 "\"T\": %d, \"ctas\": %d, \"us\": %.1f, \"gb_per_s\": %.2f, "
                 "\"share_of_read\": %.3f, \"layer_us\": %.2f}\n",

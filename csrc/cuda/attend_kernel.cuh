@@ -25,7 +25,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
   if (threadIdx.x / 32 == Attention::kWarps) {
     TileProducer<Shape> producer(p, grid, &map, ring);
     for (; more; more = cursor.next(p, grid))
-      producer.fetch(cursor.segment(), Attention::kScratch);
+      producer.fetch(cursor.segment());
     return;
   }
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;
@@ -38,19 +38,17 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     __syncwarp();
     const Segment& segment = kept.segment();
     attention.begin(p, QueryRows(p, grid, segment));
+    unsigned char* stage;
 #pragma unroll 1
-    for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
+    for (int i = segment.tile_begin;;) {
       const Tile tile(grid, segment.row, segment.unit, i);
-      attention.add(ring.take(at), tile);
+      stage = ring.take(at);
+      attention.add(stage, tile);
+      if (++i == segment.tile_end) break;
       ring.release(&at, tile.fresh);
     }
-    const SegmentOutput<Shape::kDType, Shape::kHeadDim> output(p, grid, segment);
-    if constexpr (Attention::kScratch > 0) {
-      attention.finish(output, ring.take(at));
-      ring.release(&at, true);
-    } else {
-      attention.finish(output, nullptr);
-    }
+    attention.finish(SegmentOutput<Shape::kDType, Shape::kHeadDim>(p, grid, segment), stage);
+    ring.release(&at, true);
     cursor = kept;
     more = cursor.next(p, grid);
     __syncwarp();

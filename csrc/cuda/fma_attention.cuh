@@ -40,7 +40,6 @@ class FmaAttention {
   using Shape = TileShape<kDType, kHeadDim>;
   using Output = SegmentOutput<kDType, kHeadDim>;
   static constexpr int kWarps = 8;
-  static constexpr int kScratch = 0;
   static constexpr int kCtasPerSm = 1;
 
  private:
@@ -128,12 +127,11 @@ class FmaAttention {
     values(tile.count, stage + Shape::kHalfBytes);
   }
 
-  // Writes the results of the segment; `scratch` is not used. The queries' memory becomes the
+  // Writes the results of the segment; the last stage is not used. The queries' memory becomes the
   // accumulator of the slices.
-  __device__ __forceinline__ void finish(const Output& output, unsigned char* scratch) {
-    (void)scratch;
+  __device__ __forceinline__ void finish(const Output& output, unsigned char*) {
     sync();  // everyone is done with the queries
-             // One slice after the other, so that the order of the sum is fixed.
+    // One slice after the other, so that the order of the sum is fixed.
 #pragma unroll 1
     for (int slice = 0; slice < kValueSlices; ++slice) {
       if (value_slice() == slice && value_row() < rows_) {

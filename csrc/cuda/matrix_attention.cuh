@@ -30,7 +30,6 @@ class MatrixAttention {
   static constexpr int kRowWarps = kRowWarps_;
   static constexpr int kWarps = kRowWarps > 4 ? kRowWarps : 4;
   static constexpr int kTokenWarps = kWarps / kRowWarps;
-  static constexpr int kScratch = kTokenWarps > 1 ? 1 : 0;  // stages for the merge of the states
   // Registers: the output takes H / 2 of them in each thread, the queries H / 4.
   static constexpr int kCtasPerSm = kHeadDim > 128 || kWarps > 4 ? 1 : 2;
   static constexpr bool kQueriesInShared = kHeadDim > 128 && kWarps > 4;
@@ -102,7 +101,7 @@ class MatrixAttention {
     slices_ += (tile.count + kSlice - 1) / kSlice;
   }
 
-  // Writes the results of the segment. `scratch`: an empty stage, where kScratch.
+  // Writes the results of the segment. `scratch`: the stage of its last tile.
   __device__ __forceinline__ void finish(const Output& output, unsigned char* scratch) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -113,7 +112,8 @@ class MatrixAttention {
     // had no slice have none to give. A warp that gives after it has received uses the place it
     // received from.
     if (kTokenWarps > 1 && slices_ > 1) {
-      sync_some(1, kWarps * 32);  // the places of the last segment's states have been read
+      // The last tile has been used, and the places of the last segment's states.
+      sync_some(1, kWarps * 32);
 #pragma unroll
       for (int half = kTokenWarps / 2; half > 0; half /= 2) {
         if (half >= slices_) continue;

@@ -2,8 +2,7 @@
 //
 // Stage s has two barriers: `full` ends a phase when the tile has arrived, `empty` when all
 // consumer warps are done with it. The producer warp runs ahead through the CTA's segments until
-// all stages are full. Where consumers need a place to exchange partial results at the end of a
-// segment, the producer hands them an empty stage in its turn.
+// all stages are full.
 #pragma once
 
 #include "tile_shape.cuh"
@@ -79,8 +78,8 @@ class TileProducer {
                                           const TileMap* map, TileRing<Shape> ring)
       : p_(p), grid_(grid), map_(map), ring_(ring), layer_(*p.cache.layer) {}
 
-  // Fetches every tile of a segment, and then `scratch` empty stages.
-  __device__ __forceinline__ void fetch(const Segment& segment, int scratch) {
+  // Fetches every tile of a segment.
+  __device__ __forceinline__ void fetch(const Segment& segment) {
     for (int i = segment.tile_begin; i < segment.tile_end; ++i) {
       const Tile tile(grid_, segment.row, segment.unit, i);
       acquire();
@@ -89,11 +88,6 @@ class TileProducer {
       } else {
         fetch_cached(segment, tile);
       }
-      at_.advance(ring_.count());
-    }
-    for (int i = 0; i < scratch; ++i) {
-      acquire();
-      barrier_arrive(ring_.full(at_.stage));
       at_.advance(ring_.count());
     }
   }
