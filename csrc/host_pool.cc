@@ -24,8 +24,8 @@ struct HostPool {
   char* data = nullptr;
   size_t bytes = 0;  // whole pages
   int device = 0;
-  std::vector<char*> slices;  // registered, from the front
-  int64_t counted = 0;        // what this pool added to pool_bytes_held()
+  bool registered = false;
+  int64_t counted = 0;  // touched: what this pool added to pool_bytes_held()
 };
 
 namespace {
@@ -112,29 +112,34 @@ class DeviceScope {
   cudaError_t status_;
 };
 
-// The next slice, touched and registered.
-bool add_slice(HostPool* pool, size_t asked, std::string* error) {
-  const size_t taken = pool->slices.size() * kSliceBytes;
-  char* const slice = pool->data + taken;
-  const size_t bytes = std::min(kSliceBytes, pool->bytes - taken);
-  if (!wait_for_memory(static_cast<int64_t>(bytes), asked, taken, error)) return false;
-  touch(slice, bytes);
+// Touches the whole pool, slice by slice: before each the memory that is left is looked at anew.
+bool touch_all(HostPool* pool, size_t asked, std::string* error) {
+  for (size_t taken = 0; taken < pool->bytes; taken += kSliceBytes) {
+    const size_t bytes = std::min(kSliceBytes, pool->bytes - taken);
+    if (!wait_for_memory(static_cast<int64_t>(bytes), asked, taken, error)) return false;
+    touch(pool->data + taken, bytes);
+    pool->counted += static_cast<int64_t>(bytes);
+    add_pool_bytes(static_cast<int64_t>(bytes));
+  }
+  return true;
+}
+
+// In one piece: no copy of CUDA's may reach from one registration into another.
+bool register_all(HostPool* pool, size_t asked, std::string* error) {
   cudaError_t status =
-      cudaHostRegister(slice, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+      cudaHostRegister(pool->data, pool->bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
   if (status != cudaSuccess) {
     *error = cuda_failure("cudaHostRegister", asked, status);
     return false;
   }
-  pool->slices.push_back(slice);
-  pool->counted += static_cast<int64_t>(bytes);
-  add_pool_bytes(static_cast<int64_t>(bytes));
+  pool->registered = true;
   void* on_device = nullptr;
-  status = cudaHostGetDevicePointer(&on_device, slice, 0);
+  status = cudaHostGetDevicePointer(&on_device, pool->data, 0);
   if (status != cudaSuccess) {
     *error = cuda_failure("cudaHostGetDevicePointer", asked, status);
     return false;
   }
-  if (on_device != slice) {
+  if (on_device != pool->data) {
     *error =
         "page-locked host memory: this device reads it at other addresses than the CPU, "
         "which the kernels do not support.";
@@ -183,9 +188,8 @@ HostPool* host_pool_create(size_t bytes, int device_ordinal, std::string* error)
     node = -1;
   }
   prefer_node(pool->data, rounded, node);
-  while (pool->slices.size() * kSliceBytes < rounded) {
-    if (!add_slice(pool.get(), bytes, error)) return nullptr;
-  }
+  if (!touch_all(pool.get(), bytes, error)) return nullptr;
+  if (!register_all(pool.get(), bytes, error)) return nullptr;
   return pool.release();
 }
 
@@ -194,11 +198,11 @@ size_t host_pool_bytes(const HostPool* pool) { return pool->bytes; }
 
 void host_pool_destroy(HostPool* pool) {
   if (!pool) return;
-  if (!pool->slices.empty()) {
+  if (pool->registered) {
     // At process exit the driver may be gone already (cudaErrorCudartUnloading), and what it had
     // locked with it: every error is ignored, and none is left pending.
     const DeviceScope scope(pool->device);
-    for (char* slice : pool->slices) cudaHostUnregister(slice);
+    cudaHostUnregister(pool->data);
   }
   if (pool->data) munmap(pool->data, pool->bytes);
   add_pool_bytes(-pool->counted);

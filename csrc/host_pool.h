@@ -1,4 +1,4 @@
-// Page-locked host memory for big caches: exact size, huge pages, registered slice by slice.
+// Page-locked host memory for big caches: exact size, huge pages, touched slice by slice.
 // No CUDA type appears here; the binding includes this header and never sees CUDA.
 #pragma once
 

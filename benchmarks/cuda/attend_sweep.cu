@@ -4,7 +4,8 @@
 //
 //   attend_sweep [host|device] B S K G H T [ctas...]
 //
-// Prints one JSON object per line; `layer_us`: of one append and attend in a CUDA graph of 32. Built with the C++ tests (DIRECTKV_BUILD_TESTS).
+// Prints one JSON object per line; `layer_us`: of one append and attend in a CUDA graph of 32. Built
+// by attend_sweep.py, and with the C++ tests (DIRECTKV_BUILD_TESTS).
 #include <cuda_runtime.h>
 
 #include <algorithm>

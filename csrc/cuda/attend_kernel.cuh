@@ -24,8 +24,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
   bool more = cursor.start(p, grid);
   if (threadIdx.x / 32 == Attention::kWarps) {
     TileProducer<Shape> producer(p, grid, &map, ring);
-    for (; more; more = cursor.next(p, grid))
-      producer.fetch(cursor.segment());
+    for (; more; more = cursor.next(p, grid)) producer.fetch(cursor.segment());
     return;
   }
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;

@@ -68,8 +68,7 @@ inline AttendPlan make_attend_plan(int itemsize, int batch, int query_tokens, in
                                    int kv_heads, int head_dim, int64_t capacity, bool wide) {
   const int group = std::max(1, query_heads / kv_heads), tokens = std::max(1, query_tokens);
   AttendPlan plan;
-  plan.tokens_per_block =
-      std::clamp(row_limit(itemsize, head_dim, group, wide) / group, 1, tokens);
+  plan.tokens_per_block = std::clamp(row_limit(itemsize, head_dim, group, wide) / group, 1, tokens);
   plan.rows_per_block = plan.tokens_per_block * group;
   plan.row_blocks = (tokens + plan.tokens_per_block - 1) / plan.tokens_per_block;
   const int64_t slot_bytes = plan.rows_per_block * state_bytes(head_dim);
@@ -88,8 +87,8 @@ inline int64_t attend_workspace_bytes(int itemsize, int batch, int query_tokens,
   for (const bool wide : {false, true}) {
     const AttendPlan plan = make_attend_plan(itemsize, batch, query_tokens, query_heads, kv_heads,
                                              head_dim, capacity, wide);
-    bytes = std::max(bytes,
-                     kSlotsPerCta * plan.max_ctas * plan.rows_per_block * state_bytes(head_dim));
+    bytes =
+        std::max(bytes, kSlotsPerCta * plan.max_ctas * plan.rows_per_block * state_bytes(head_dim));
   }
   return bytes;
 }

@@ -128,9 +128,10 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 
 // Kernels that follow each other in a stream may overlap (compute capability 9.0): the next one is
 // started before this one is done, and waits where it first needs what came before. Every kernel
-// launched so calls wait_for_earlier_kernels() in all its threads before it touches global memory;
-// so the end of one means the end of all before it. (merge_kernel reads before it waits: what
-// attend_kernel, always the one before it, has waited for.)
+// launched so calls wait_for_earlier_kernels() in all its threads before global memory counts for
+// it; so the end of one means the end of all before it. (merge_kernel reads before it waits: what
+// attend_kernel, always the one before it, has waited for. attend_kernel reads lengths before it
+// waits, and looks again after.)
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if DIRECTKV_BULK_COPIES
   asm volatile("griddepcontrol.wait;" ::: "memory");

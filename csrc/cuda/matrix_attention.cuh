@@ -1,10 +1,10 @@
 // Attention of a block of query rows over tiles of 16-bit elements, on the tensor cores.
 //
 // Every warp keeps the queries, the softmax states and the output of 16 rows in registers (the
-// queries in shared memory where registers do not suffice for both). The warps of a CTA stand in a grid: kRowWarps of them side by side cover the rows of the class, and
-// kTokenWarps of them share the tokens, each taking every kTokenWarps-th slice of 16 or 32 tokens.
-// So no warp waits for another before the end of a segment, where the states of the token warps
-// merge.
+// queries in shared memory where registers do not suffice for both). The warps of a CTA stand in a
+// grid: kRowWarps of them side by side cover the rows of the class, and kTokenWarps of them share
+// the tokens, each taking every kTokenWarps-th slice of 16 or 32 tokens. So no warp waits for
+// another before the end of a segment, where the states of the token warps merge.
 //
 // At the edges (the end of the row, the left end of the window, fresh tokens) masks select and
 // never multiply: a hidden logit is -inf, a value that no row may see is 0, and where a value that
@@ -238,8 +238,8 @@ class MatrixAttention {
           const int n = i % kPairs * 2, step = i / kPairs;
           if constexpr (kQueriesInShared) {
             if (n == 0)
-              load_matrices<false>(q, queries() + query_offset(lane_id() % 16,
-                                                               2 * step + lane_id() / 16));
+              load_matrices<false>(
+                  q, queries() + query_offset(lane_id() % 16, 2 * step + lane_id() / 16));
             multiply_add<kDType>(logit[n], q, k[0], k[1]);
             multiply_add<kDType>(logit[n + 1], q, k[2], k[3]);
           } else {

@@ -67,7 +67,7 @@ const void* exchanged[1024];
 std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
 const std::function<void()>* kernel_body;
 std::vector<LateWrite> late_writes;
-bool waited;  // for earlier kernels, in this block
+bool waited;       // for earlier kernels, in this block
 int64_t progress;  // barriers passed and threads ended
 
 [[noreturn]] void fail(const char* what) {

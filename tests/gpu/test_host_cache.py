@@ -51,6 +51,20 @@ def test_decodes_in_place(max_length):
     cache.delete()
 
 
+def test_a_large_pool_is_copied_like_any_other_array():
+    cache = directkv_jax.KVCache.create(1, 100_000, num_kv_heads=8, head_dim=128, num_layers=4)
+    assert cache.nbytes > 1.5 * 2**30  # copies of less than that hide what large ones meet
+    k, v = (jnp.full((1, 90_000, 8, 128), x, cache.dtype) for x in (2.0, 3.0))
+    for layer in range(4):
+        cache = directkv_jax.append(cache, k, v, layer=layer)
+    pages = np.asarray(cache.pages)
+    on_device = jax.device_put(cache.pages, jax.memory.Space.Device)
+    for value in (2.0, 3.0):
+        assert int(jnp.sum(on_device == value)) == 4 * 90_000 * 8 * 128
+    np.testing.assert_array_equal(pages, np.asarray(on_device))
+    cache.delete()
+
+
 def test_placements_and_the_oracle_agree():
     results = {}
     for placement, implementation in (("host", "cuda"), ("device", "cuda"), ("host", "reference")):
