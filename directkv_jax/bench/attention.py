@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--hbm-gib",
         type=float,
-        help="limit of device memory (default: none; 24 for the preset long)",
+        help="limit of device memory (default: none)",
     )
     add("--ncu", action="store_true", help="count the bytes on the link with Nsight Compute")
     add("--dry-run", action="store_true", help="list the cases and stop")
@@ -213,12 +213,9 @@ def _measure(cases: list[Case], result: Result, total: int, arguments, gpus) -> 
 def _worker_environment(arguments: argparse.Namespace, gpus) -> dict[str, str]:
     """Device memory taken as it is needed, up to a limit if there is one."""
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    limit = arguments.hbm_gib
-    if limit is None and arguments.preset == "long":
-        limit = attention_presets.LONG_HBM_GIB
-    if limit is not None and gpus:
+    if arguments.hbm_gib is not None and gpus:
         total_mib = float(gpus[0]["memory.total"].split()[0])
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{limit * 1024 / total_mib:.4f}"
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{arguments.hbm_gib * 1024 / total_mib:.4f}"
     return env
 
 

@@ -56,10 +56,6 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         {"placement": ["device"], "batch": [1], "length": [128 * K]},
         {"placement": ["device"], "batch": [64], "length": [8 * K]},
     ],
-    "long": [
-        {"placement": ["host"], "implementation": ["cuda", "staged"]},
-        {"placement": ["device"], "implementation": ["cuda", "cudnn", "jax-xla"]},
-    ],
     "graph": [
         {
             "implementation": ["cuda"], "batch": [1], "length": [16], "layers": 32, "appends": True,
@@ -69,11 +65,6 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 for _group in PRESETS["shapes"]:
     _group.update(placement=["host"], implementation=["cuda"], batch=[4], length=[32 * K])
-for _group in PRESETS["long"]:
-    _group.update(batch=[1], length=[512 * K], layers=32)
-
-# The memory the preset "long" leaves to XLA, GiB: far less than its 64 GiB of keys and values.
-LONG_HBM_GIB = 24.0
 
 _SWEEPS: dict[str, list[Any]] = {
     "batch": [1, 4, 16], "length": [8 * K, 32 * K], "heads": [(32, 8)], "head_dim": [128],

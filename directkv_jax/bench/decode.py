@@ -119,7 +119,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     cases = decode_cases.expand(
         chosen["shape"], chosen["batch"], chosen["length"], placements, **fields
     )
-    if arguments.preset == "long" and arguments.layers is None:
+    if arguments.preset == "context" and arguments.layers is None:
         reduced = decode_cases.reduce_to(cases, usable_host_bytes())
         if reduced != cases:
             print(

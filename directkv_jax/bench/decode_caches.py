@@ -174,7 +174,11 @@ def _filled_layers(
         copies = -(-capacity // chunk.shape[1])
         return jax.device_put(jnp.tile(chunk, (1, copies, 1, 1))[:, :capacity], where)
 
-    keys, values = (tuple(tiled(chunk) for _ in range(layers)) for chunk in (key, value))
+    # One after the other: where memory runs out, the first array that has no room ends it. Each one
+    # in the queue behind it would make the allocator wait.
+    keys, values = (
+        tuple(jax.block_until_ready(tiled(chunk)) for _ in range(layers)) for chunk in (key, value)
+    )
     lengths = jnp.full((batch,), length, jnp.int32)
     return keys, values, jax.device_put(lengths, one_device("device"))
 

@@ -128,11 +128,11 @@ def test_presets_and_options():
         assert len(cases("--preset", name, "--layers", "1")) >= 4
     (case,) = cases("--preset", "reach", "--batch", "1", "--length", "8k", "--placement", "staged")
     assert (case.batch, case.length, case.placement) == (1, 8192, "staged")
-    assert cases("--preset", "long", "--layers", "2")[0].hbm_limit_gb == 24.0
+    assert cases("--preset", "context", "--layers", "2")[0].hbm_limit_gb == 24.0
     assert {case.shape for case in cases("--shape", *SHAPES)} == set(SHAPES)
 
 
-def test_the_long_row_is_cut_to_the_host_memory():
+def test_long_rows_are_cut_to_the_host_memory():
     cases = expand(["llama-8b"], [1], [524288], PLACEMENTS)
     assert reduce_to(cases, 80 << 30) == cases
     assert {case.layers for case in reduce_to(cases, 33 << 30)} == {16}
