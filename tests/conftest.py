@@ -15,6 +15,16 @@ import pytest  # noqa: E402
 import directkv_jax  # noqa: E402
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_compilation():
+    """What a test compiles runs once or twice: on a CPU, optimizing it takes longer than it saves.
+
+    For GPUs, and in the processes that tests start, programs are compiled as a user's are.
+    """
+    if jax.default_backend() == "cpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="module")
 def strict_numerics():
     """No implicit rank promotion, and float32 that is float32 (no TF32) where results compare."""

@@ -33,8 +33,6 @@ def real_model():
         ("cpu", "host", False),
         ("cpu", "host", True),
         ("cpu", "device", False),
-        ("xla", "host", False),
-        ("reference", "host", False),
         ("cuda", "host", False),
         ("cuda", "host", True),
         ("cuda", "device", False),
