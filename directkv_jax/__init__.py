@@ -16,10 +16,12 @@ from directkv_jax.attention import (
 )
 from directkv_jax.cache import KVCache
 from directkv_jax.implementations import NAMES as implementations
+from directkv_jax.rope import RoPE
 
 __all__ = [
     "KVCache",
     "PageLayout",
+    "RoPE",
     "__version__",
     "append",
     "attend",

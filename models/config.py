@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3")
+from directkv_jax.rope import RoPE
+
+# Those of directkv_jax.rope that do not depend on the capacity of the cache.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +26,8 @@ class LlamaConfig:
       head_dim: H; D / N when left out.
       rms_norm_eps: added to the mean square.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: a mapping with `rope_type` "linear" (`factor`) or "llama3" (`factor`,
-        `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`), stored as sorted
-        pairs so that the config stays hashable.
+      rope_scaling: a mapping with `rope_type` "linear", "llama3" or "yarn" and the numbers these
+        need (`directkv_jax.RoPE`), stored as sorted pairs so that the config stays hashable.
       rope_freq_divisors: one divisor for each of the H/2 frequencies, as GGUF files store the
         llama3 scaling; excludes `rope_scaling`.
       tie_word_embeddings: whether the embedding is also the output projection.
@@ -80,6 +82,19 @@ class LlamaConfig:
                 f"`rope_freq_divisors` should hold H/2 = {self.head_dim // 2} numbers, "
                 f"but got {len(self.rope_freq_divisors)}."
             )
+        _ = self.rope  # raises where its numbers make no sense
+
+    @property
+    def rope(self) -> RoPE:
+        """The rotary embedding of queries and keys."""
+        rope = RoPE.create(
+            self.head_dim, theta=self.rope_theta, scaling=dict(self.rope_scaling),
+            max_position=self.max_position_embeddings,
+        )  # fmt: skip
+        if not self.rope_freq_divisors:
+            return rope
+        pairs = zip(rope.frequencies, self.rope_freq_divisors, strict=True)
+        return dataclasses.replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
@@ -134,11 +149,4 @@ def _checked_rope(scaling: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     kind = scaling.pop("rope_type", kind) or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"`rope_type` should be one of {', '.join(ROPE_TYPES)}, but got {kind!r}.")
-    if kind == "default":
-        return ()
-    needed = ["factor"]
-    if kind == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    if missing := [name for name in needed if name not in scaling]:
-        raise ValueError(f"`rope_scaling` of type {kind!r} lacks {', '.join(missing)}.")
-    return tuple(sorted({**{name: scaling[name] for name in needed}, "rope_type": kind}.items()))
+    return () if kind == "default" else tuple(sorted({**scaling, "rope_type": kind}.items()))

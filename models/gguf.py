@@ -94,6 +94,10 @@ def _config(metadata: dict[str, Any], raw: dict[str, Any]) -> LlamaConfig:
     scaling: tuple = ()
     if (kind := metadata.get("llama.rope.scaling.type", "none")) != "none":
         factor = metadata.get("llama.rope.scaling.factor", 1.0)
+        if kind != "linear":
+            raise ValueError(
+                f'`llama.rope.scaling.type` should be "none" or "linear", but got {kind!r}.'
+            )
         scaling = (("rope_type", kind), ("factor", factor))
     freqs = raw.get(_ROPE_FREQS)
     return LlamaConfig(

@@ -16,7 +16,7 @@ from flax import nnx
 import directkv_jax
 from directkv_jax.models.config import LlamaConfig
 from directkv_jax.models.prefill import prompt_attention
-from directkv_jax.models.rope import rotate, rotations
+from directkv_jax.rope import rotate
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -168,7 +168,8 @@ class Llama(nnx.Module):
 
     def rotations(self, start, num_tokens: int):
         """(cos, sin) of positions start .. start + T - 1."""
-        return rotations(self.config, start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32))
+        positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        return self.config.rope.rotations(positions)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Final norm and output projection, [..., D] -> float32[..., vocabulary]."""

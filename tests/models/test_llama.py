@@ -9,7 +9,6 @@ from flax import nnx
 
 from directkv_jax.models import LlamaConfig, load
 from directkv_jax.models.prefill import QUERY_BLOCK, causal_attention
-from directkv_jax.models.rope import inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,7 +120,7 @@ def test_long_prompts_in_blocks_equal_the_whole():
 def test_llama3_frequencies_equal_the_original(tiny):
     config = LlamaConfig.from_dict(tiny.config | {"rope_scaling": LLAMA3})
     expected = llama3_frequencies(1000.0, 16, LLAMA3)
-    np.testing.assert_allclose(inverse_frequencies(config), expected, rtol=1e-6)
+    np.testing.assert_allclose(config.rope.frequencies, expected, rtol=1e-6)
 
 
 def test_linear_scaling_and_both_places_of_theta(tiny):
@@ -131,7 +130,7 @@ def test_linear_scaling_and_both_places_of_theta(tiny):
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert new == LlamaConfig.from_dict(plain | old)
     base = LlamaConfig.from_dict(plain | {"rope_theta": 500.0})
-    np.testing.assert_allclose(inverse_frequencies(new) * 4, inverse_frequencies(base), rtol=1e-6)
+    np.testing.assert_allclose(4 * np.array(new.rope.frequencies), base.rope.frequencies, rtol=1e-6)
 
 
 def test_defaults_follow_hugging_face(tiny):
@@ -152,8 +151,8 @@ def test_defaults_follow_hugging_face(tiny):
         ({"num_hidden_layers": 0}, "`num_hidden_layers` should be a positive int, but got 0"),
         ({"num_key_value_heads": 3}, r"\(N=4\) should be a multiple .* K=3"),
         ({"head_dim": 15}, "`head_dim` should be a positive even int, but got 15"),
-        ({"rope_scaling": {"type": "yarn"}}, "`rope_type` should be one of .* 'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
+        ({"rope_scaling": {"type": "ntk"}}, "`rope_type` should be one of .* 'ntk'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks `low_freq_factor`"),
     ],
 )
 def test_config_errors(change, message, tiny):

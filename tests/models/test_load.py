@@ -220,7 +220,7 @@ def test_files_that_are_not_gguf(tiny, tmp_path):
         ({"metadata": {"llama.block_count": None}}, "lacks `llama.block_count`"),
         ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "should be 16, but got 8"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "`rope_type`"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "`llama.rope.scaling.type` should be"),
         ({"metadata": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
         ({"metadata": {"tokenizer.ggml.pre": "deepseek"}}, "`tokenizer.ggml.pre`"),
         ({"metadata": {"tokenizer.ggml.merges": None}}, "lacks `tokenizer.ggml.merges`"),
