@@ -16,11 +16,13 @@ from directkv_jax.attention import (
 )
 from directkv_jax.cache import KVCache
 from directkv_jax.implementations import NAMES as implementations
+from directkv_jax.qkv import QKVProjection, qkv_attention
 from directkv_jax.rope import RoPE
 
 __all__ = [
     "KVCache",
     "PageLayout",
+    "QKVProjection",
     "RoPE",
     "__version__",
     "append",
@@ -29,5 +31,6 @@ __all__ = [
     "implementations",
     "is_supported",
     "memory",
+    "qkv_attention",
     "unsupported_reason",
 ]

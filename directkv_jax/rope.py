@@ -97,7 +97,7 @@ class RoPE:
         Returns:
           Cosine and sine of the angles times `factor`, each float32 `[B, T, 1, R/2]`.
         """
-        frequencies = np.asarray(self.frequencies, np.float32)
+        frequencies = np.asarray(self.frequencies, np.float32)[None, None, None]
         angles = positions[..., None, None].astype(jnp.float32) * frequencies
         return jnp.cos(angles) * self.factor, jnp.sin(angles) * self.factor
 

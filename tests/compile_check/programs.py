@@ -41,6 +41,7 @@ def core_programs() -> list[Program]:
         Program("decode_attention, layers unrolled", _lower(_unrolled)),
         Program("decode_attention, T = 5 ragged, window, soft cap", _ragged),
         Program("decode_attention, scan over layers", _lower(_scan)),
+        Program("qkv_attention, layers unrolled", _qkv),
         Program("decode_attention, while_loop over steps", _lower(_while)),
         Program("attend under vmap, then append", _lower(_vmap)),
         Program("decode_attention, cond around the step", _lower(_cond), copies=COND_COPIES),
@@ -127,6 +128,26 @@ def _scan_xs(cache, q, k, v):
 
     q, pages = jax.lax.scan(body, q, cache.pages)
     return cache.replace(pages=pages).advance(1), q
+
+
+def _qkv():
+    mesh, width = target.h200(), 1024
+    held = cache(mesh)
+    x = target.array(mesh, (BATCH, 1, width), jnp.bfloat16)
+    group = QUERY_HEADS // KV_HEADS
+    kernel = target.array(mesh, (width, KV_HEADS, group + 2, HEAD_DIM), jnp.bfloat16)
+    back = target.array(mesh, (QUERY_HEADS * HEAD_DIM, width), jnp.bfloat16)
+    rope = directkv_jax.RoPE.create(HEAD_DIM)
+
+    def step(cache, x, kernel, back):
+        projection = directkv_jax.QKVProjection(kernel)
+        for layer in range(LAYERS):
+            out, cache = directkv_jax.qkv_attention(x, projection, cache, layer=layer, rope=rope)
+            x = x + out.reshape(BATCH, 1, -1) @ back
+        return cache.advance(1), x
+
+    with target.tracing_for_cuda():
+        return jax.jit(step, donate_argnums=0).lower(held, x, kernel, back), held
 
 
 def _ragged():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import cache_builder
 import numpy as np
 import oracle
 import pytest
+from covering import covering
 
 import directkv_jax
 
@@ -31,30 +31,6 @@ AXES = {
     "num_ctas": (None, 1, 3),
 }
 PAGES = {16: 5, 64: 3}  # pages of a row, by page size: room for 33 tokens, and a page to cross
-
-
-def covering(axes, seed: int) -> list[dict]:
-    """Cases in which every pair of values of two axes occurs; greedy, the same in every run."""
-    rng = random.Random(seed)
-    names = list(axes)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x in axes[a]
-        for y in axes[b]
-    }
-    cases = []
-    while missing:
-        best, best_pairs = None, set()
-        for _ in range(60):
-            case = {name: rng.choice(axes[name]) for name in names}
-            case.update(rng.choice(sorted(missing, key=str)))
-            pairs = set(itertools.combinations(case.items(), 2)) & missing
-            if len(pairs) > len(best_pairs):
-                best, best_pairs = case, pairs
-        cases.append(best)
-        missing -= best_pairs
-    return cases
 
 
 # Most pairs twice: the second time in other company.
