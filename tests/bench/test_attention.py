@@ -66,7 +66,10 @@ def test_quick_writes_a_record(tmp_path):
 def test_ragged_steps_over_layers_and_a_baseline(tmp_path):
     small = ("--batch", "3", "--heads", "4/2", "--head-dim", "64", "--repeats", "1")
     out = ("--output", str(tmp_path), "--name")
-    mine = (*small, "--implementation", "cpu", "--ragged", "--layers", "2", "--appends")
+    mine = (
+        *small, "--implementation", "cpu", "--ragged", "--seed", "32",  # 174, 463 and 881 tokens
+        "--layers", "2", "--appends",
+    )  # fmt: skip
     theirs = (*small, "--implementation", "staged", "--length", "300", "--dtype", "float32")
     for name, options in (("mine", mine), ("theirs", theirs)):
         done = run(*options, *out, name)

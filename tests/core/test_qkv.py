@@ -127,7 +127,7 @@ def test_two_steps_are_exact(native, case):
     check_two_steps(native, case)
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=name)
+@pytest.mark.parametrize("case", CASES[::7], ids=name)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_two_steps_in_plain_jax_are_exact(implementation, case):
     check_two_steps(implementation, case)

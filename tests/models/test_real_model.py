@@ -32,7 +32,6 @@ def real_model():
     [
         ("cpu", "host", False),
         ("cpu", "host", True),
-        ("cpu", "device", False),
         ("cuda", "host", False),
         ("cuda", "host", True),
         ("cuda", "device", False),
