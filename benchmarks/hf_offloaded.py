@@ -27,7 +27,7 @@ from directkv_jax.bench import record
 from directkv_jax.bench.decode_cases import SHAPES, Case
 
 PLACEMENTS = ("hf-offloaded", "hf-dynamic")
-WARMUP = 6  # the offloaded cache takes five steps until one is like the next
+WARMUP = 6  # steps before those that count
 
 
 def main() -> int:

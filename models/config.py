@@ -149,4 +149,6 @@ def _checked_rope(scaling: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     kind = scaling.pop("rope_type", kind) or "default"
     if kind not in ROPE_TYPES:
         raise ValueError(f"`rope_type` should be one of {', '.join(ROPE_TYPES)}, but got {kind!r}.")
-    return () if kind == "default" else tuple(sorted({**scaling, "rope_type": kind}.items()))
+    if kind == "default" and not scaling:
+        return ()
+    return tuple(sorted({**scaling, "rope_type": kind}.items()))

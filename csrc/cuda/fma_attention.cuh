@@ -131,7 +131,8 @@ class FmaAttention {
   // accumulator of the slices.
   __device__ __forceinline__ void finish(const Output& output, unsigned char*) {
     sync();  // everyone is done with the queries
-             // One slice after the other, so that the order of the sum is fixed.
+
+    // One slice after the other, so that the order of the sum is fixed.
 #pragma unroll 1
     for (int slice = 0; slice < kValueSlices; ++slice) {
       if (value_slice() == slice && value_row() < rows_) {

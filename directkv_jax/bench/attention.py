@@ -114,11 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5,
         help="the median counts (default: %(default)s)",
     )
-    add(
-        "--hbm-gib",
-        type=float,
-        help="limit of device memory (default: none)",
-    )
     add("--ncu", action="store_true", help="count the bytes on the link with Nsight Compute")
     add("--dry-run", action="store_true", help="list the cases and stop")
     add("--json", action="store_true", help="end with one JSON object on stdout")
@@ -146,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         for placement in attention_cases.PLACEMENTS:
             there = [case for case in cases if case.placement == placement]
-            _measure(there, result, len(cases), arguments, gpus)
+            _measure(there, result, len(cases), arguments)
         if arguments.ncu:
             result.add_counters(cases, counters.link_bytes(cases))
     except KeyboardInterrupt:
@@ -195,10 +190,10 @@ class Result:
         return record.write(self.fields, self.name, self.output)
 
 
-def _measure(cases: list[Case], result: Result, total: int, arguments, gpus) -> None:
+def _measure(cases: list[Case], result: Result, total: int, arguments) -> None:
     order = {"repeats": arguments.repeats}
     fields = [case.to_json() for case in cases]
-    env = _worker_environment(arguments, gpus)
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # device memory is taken as it is needed
     for message in workers.run_cases([*COMMAND, "--worker"], fields, order, env):
         if "peaks" in message:
             result.peaks.update(message["peaks"])
@@ -208,15 +203,6 @@ def _measure(cases: list[Case], result: Result, total: int, arguments, gpus) -> 
         result.add(row)
         figures = row["error"] or f"{row['us']:.1f} us, {row['gb_per_s']:.1f} GB/s"
         print(f"[{len(result.rows)}/{total}] {case.label}: {figures}", file=sys.stderr, flush=True)
-
-
-def _worker_environment(arguments: argparse.Namespace, gpus) -> dict[str, str]:
-    """Device memory taken as it is needed, up to a limit if there is one."""
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if arguments.hbm_gib is not None and gpus:
-        total_mib = float(gpus[0]["memory.total"].split()[0])
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{arguments.hbm_gib * 1024 / total_mib:.4f}"
-    return env
 
 
 def _show(result: Result, path, as_json: bool) -> None:

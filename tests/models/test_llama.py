@@ -129,6 +129,8 @@ def test_linear_scaling_and_both_places_of_theta(tiny):
     new = LlamaConfig.from_dict(plain | {"rope_parameters": parameters})
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     assert new == LlamaConfig.from_dict(plain | old)
+    part = {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    assert LlamaConfig.from_dict(plain | {"rope_parameters": part}).rope.rotary_dim == 8
     base = LlamaConfig.from_dict(plain | {"rope_theta": 500.0})
     np.testing.assert_allclose(4 * np.array(new.rope.frequencies), base.rope.frequencies, rtol=1e-6)
 
