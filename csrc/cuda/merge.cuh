@@ -19,76 +19,77 @@ __device__ __forceinline__ void answer(const AttendParams& p, int64_t query, flo
   if (thread == 0) p.lse[query] = lse;
 }
 
+// Adds a state and its sums to `own` and `sum`; `m` is at least the maximum of both.
+__device__ __forceinline__ void merge_into(SoftmaxState* own, float4* sum, float m,
+                                           SoftmaxState state, const float4& o) {
+  const float keep = rescale(own->m, m), weight = rescale(state.m, m);
+  *own = {m, own->l * keep + weight * state.l};
+  sum->x = sum->x * keep + weight * o.x;
+  sum->y = sum->y * keep + weight * o.y;
+  sum->z = sum->z * keep + weight * o.z;
+  sum->w = sum->w * keep + weight * o.w;
+}
+
 // Row r of a unit, from the partial states that CTAs [first_cta, last_cta] left of it. The threads
-// stand in sets of H/4, one thread per 4 columns; a set takes every sets-th state.
+// stand in sets of H/4, one thread per 4 columns; a set merges every sets-th state, kAtOnce of them
+// loaded together, and then the first set merges what all sets have.
 template <DType kDType>
 __device__ __forceinline__ void merge_row(const AttendParams& p, const AttendGrid& grid,
                                           int64_t query, int r, int first_cta, int last_cta) {
-  __shared__ float warp_max[kMergeThreads / 32];
+  constexpr int kAtOnce = 8;
   __shared__ __align__(16) float sums[4 * kMergeThreads];  // one float4 per thread
-  __shared__ float weights[kMergeThreads];                 // sum of l of each set
+  __shared__ SoftmaxState set_states[kMergeThreads];
 
   using E = typename Element<kDType>::type;
   const int thread = static_cast<int>(threadIdx.x), head_dim = p.cache.layout.head_dim;
-  E* const out = static_cast<E*>(p.out) + query * head_dim;
-  const PartialStates states(p, grid);
-  const auto state_row = [&](int cta) {
-    return states.row(PartialStates::slot(cta, cta == first_cta), r);
-  };
-  float m = -INFINITY;
-  for (int cta = first_cta + thread; cta <= last_cta; cta += kMergeThreads)
-    m = max_keep_nan(m, states.m[state_row(cta)]);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2)
-    m = max_keep_nan(m, __shfl_xor_sync(kFullWarp, m, offset));
-  if (thread % 32 == 0) warp_max[thread / 32] = m;
-  __syncthreads();
-  m = warp_max[0];
-#pragma unroll
-  for (int w = 1; w < kMergeThreads / 32; ++w) m = max_keep_nan(m, warp_max[w]);
-
   const int quads = head_dim / 4, sets = kMergeThreads / quads;
   const int set = thread / quads, quad = thread % quads;
+  const PartialStates states(p, grid);
+  SoftmaxState own = empty_state();
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
-  float l = 0.0f;
-  if (set < sets) {
-#pragma unroll 4
-    for (int cta = first_cta + set; cta <= last_cta; cta += sets) {
-      const int64_t at = state_row(cta);
-      const float weight = rescale(states.m[at], m);
-      const float4 o = *reinterpret_cast<const float4*>(states.o + at * head_dim + quad * 4);
-      l = fmaf(weight, states.l[at], l);
-      sum.x = fmaf(weight, o.x, sum.x);
-      sum.y = fmaf(weight, o.y, sum.y);
-      sum.z = fmaf(weight, o.z, sum.z);
-      sum.w = fmaf(weight, o.w, sum.w);
+  for (int cta = first_cta + set; set < sets && cta <= last_cta; cta += kAtOnce * sets) {
+    SoftmaxState state[kAtOnce];
+    float4 o[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int from = cta + i * sets;
+      state[i] = empty_state();
+      o[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (from > last_cta) continue;
+      const int64_t at = states.row(PartialStates::slot(from, from == first_cta), r);
+      state[i] = {states.m[at], states.l[at]};
+      o[i] = *reinterpret_cast<const float4*>(states.o + at * head_dim + quad * 4);
     }
+    float m = own.m;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) m = max_keep_nan(m, state[i].m);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) merge_into(&own, &sum, m, state[i], o[i]);
+  }
+  if (set < sets) {
     *reinterpret_cast<float4*>(sums + 4 * thread) = sum;
-    if (quad == 0) weights[set] = l;
+    if (quad == 0) set_states[set] = own;
   }
   __syncthreads();
   if (set == 0) {
     for (int s = 1; s < sets; ++s) {
-      const float4 o = *reinterpret_cast<const float4*>(sums + 4 * (s * quads + quad));
-      sum.x += o.x;
-      sum.y += o.y;
-      sum.z += o.z;
-      sum.w += o.w;
-      l += weights[s];
+      const float m = max_keep_nan(own.m, set_states[s].m);
+      merge_into(&own, &sum, m, set_states[s],
+                 *reinterpret_cast<const float4*>(sums + 4 * (s * quads + quad)));
     }
-    const float inverse = inverse_sum({m, l});
-    E* const to = out + quad * 4;
+    const float inverse = inverse_sum(own);
+    E* const to = static_cast<E*>(p.out) + query * head_dim + quad * 4;
     to[0] = Element<kDType>::from_float(sum.x * inverse);
     to[1] = Element<kDType>::from_float(sum.y * inverse);
     to[2] = Element<kDType>::from_float(sum.z * inverse);
     to[3] = Element<kDType>::from_float(sum.w * inverse);
-    if (quad == 0) p.lse[query] = logsumexp({m, l});
+    if (quad == 0) p.lse[query] = logsumexp(own);
   }
   __syncthreads();  // before the next row
 }
 
 // CTAs that share the rows of a unit: one for each row where there is one row block, fewer where
-// there are many, because each finds its place in the work list by counting the tiles of every
+// there are many, because each finds its place in the work list by counting the work of every
 // block.
 inline __host__ __device__ int merge_ctas_per_unit(const AttendGrid& grid) {
   const int each = grid.row_blocks < grid.rows_per_block ? grid.row_blocks : grid.rows_per_block;
@@ -141,7 +142,8 @@ __global__ void __launch_bounds__(kMergeThreads)
         begin = __shfl_sync(kFullWarp, rows.end, b - base) - (kv_heads - k) * per_head;
       }
     }
-    for (int i = 0; i < block; ++i) begin += Unit(p, grid, row, i).tiles;
+    for (int i = 0; i < block; ++i) begin += Unit(p, grid, row, i).work();
+    begin += unit.cost();  // to its first tile
     const WorkSplit split(grid, total);
     first_cta = split.cta_of(begin);
     last_cta = split.cta_of(begin + unit.tiles - 1);

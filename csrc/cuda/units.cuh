@@ -78,6 +78,10 @@ struct RowWork {
   }
 };
 
+// What a CTA spends between one unit and the next (queries, fresh tokens, the result), counted in
+// tiles.
+constexpr int kUnitCost = 2;
+
 // Tiles start at positions that are multiples of their size, and at the first fresh token seen.
 struct Unit {
   int token_begin, tokens;  // new tokens of the block that are valid
@@ -106,6 +110,9 @@ struct Unit {
       tiles += (fresh_last - fresh_first + grid.tile_tokens() - 1) >> grid.tile_shift;
     }
   }
+  // Its stretch of the work list: what it costs, then its tiles.
+  __device__ __forceinline__ int cost() const { return tiles > 0 ? kUnitCost : 0; }
+  __device__ __forceinline__ int work() const { return cost() + tiles; }
 };
 
 // Consecutive tokens of a tile.
@@ -129,12 +136,12 @@ struct Tile {
   }
 };
 
-// Tiles of one KV head of a row, all row blocks.
-__device__ __forceinline__ int head_tiles(const AttendParams& p, const AttendGrid& grid,
-                                          const RowWork& row) {
-  int tiles = 0;
-  for (int block = 0; block < grid.row_blocks; ++block) tiles += Unit(p, grid, row, block).tiles;
-  return tiles;
+// The work of one KV head of a row, all row blocks.
+__device__ __forceinline__ int head_work(const AttendParams& p, const AttendGrid& grid,
+                                         const RowWork& row) {
+  int work = 0;
+  for (int block = 0; block < grid.row_blocks; ++block) work += Unit(p, grid, row, block).work();
+  return work;
 }
 
 }  // namespace directkv::cuda

@@ -1,8 +1,8 @@
 // Which tiles a CTA attends to, decided on the device.
 //
-// The tiles of all units (units.cuh) one after the other are the work list, and every CTA takes an
-// equal stretch of it, to a tile: an even split for any mix of lengths, known to no host. A CTA's
-// part of one unit is a segment.
+// The work of all units (units.cuh) one after the other is the work list, counted in tiles, and
+// every CTA takes an equal stretch of it, to a tile: an even split for any mix of lengths, known to
+// no host. The tiles of one unit in a CTA's stretch are a segment.
 //
 //   units      [ b0 k0          ][ b0 k1          ][ b1 k0 ][ b1 k1 ]
 //   CTAs       [ 0       ][ 1       ][ 2       ][ 3       ][ 4     ]
@@ -15,7 +15,7 @@
 
 namespace directkv::cuda {
 
-// 32 rows of the work list, one for each lane of a warp: tiles of one KV head of the row, and of
+// 32 rows of the work list, one for each lane of a warp: the work of one KV head of the row, and of
 // all rows up to and including it.
 struct RowGroup {
   RowWork row;
@@ -31,7 +31,7 @@ struct RowGroup {
   __device__ __forceinline__ RowGroup(const AttendParams& p, const AttendGrid& grid,
                                       const RowWork& loaded, int base, int before)
       : row(loaded) {
-    per_head = base + lane_id() < p.cache.batch ? head_tiles(p, grid, row) : 0;
+    per_head = base + lane_id() < p.cache.batch ? head_work(p, grid, row) : 0;
     end = per_head * p.cache.layout.kv_heads;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -40,11 +40,11 @@ struct RowGroup {
     }
     end += before;
   }
-  // Tiles of all rows up to the last of the group.
+  // The work of all rows up to the last of the group.
   __device__ __forceinline__ int total() const { return __shfl_sync(kFullWarp, end, 31); }
 };
 
-// The even split: CTA c has tiles [begin(c), begin(c + 1)), the first few CTAs one more than the
+// The even split: CTA c has the work [begin(c), begin(c + 1)), the first few CTAs one more than the
 // rest.
 struct WorkSplit {
   int ctas;  // that have work: of less than two tiles the rest costs more than it saves
@@ -55,9 +55,9 @@ struct WorkSplit {
         each(ctas > 0 ? total / ctas : 0),
         rest(total - each * ctas) {}
   __device__ __forceinline__ int begin(int c) const { return each * c + min(c, rest); }
-  // The CTA that has a tile.
+  // The CTA that has a tile, by its place in the work list.
   __device__ __forceinline__ int cta_of(int tile) const {
-    const int longer = rest * (each + 1);  // tiles of the first `rest` CTAs
+    const int longer = rest * (each + 1);  // work of the first `rest` CTAs
     return tile < longer ? tile / (each + 1) : rest + (tile - longer) / each;
   }
 };
@@ -98,19 +98,20 @@ class WorkCursor {
   __device__ __forceinline__ bool next(const AttendParams& p, const AttendGrid& grid) {
     while (left_ > 0) {
       const Unit unit(p, grid, row_, block_);
-      if (tile_ < unit.tiles) {
-        const int end = min(unit.tiles, tile_ + left_);
-        segment_ = {b_, k_, row_, unit, tile_, end};
-        left_ -= end - tile_;
-        tile_ = end;
-        return true;
+      if (at_ < unit.work()) {
+        const int end = min(unit.work(), at_ + left_), tile_begin = max(0, at_ - unit.cost());
+        segment_ = {b_, k_, row_, unit, tile_begin, end - unit.cost()};
+        left_ -= end - at_;
+        at_ = end;
+        if (tile_begin < segment_.tile_end) return true;
+        continue;  // the stretch ends before the unit's first tile
       }
-      tile_ -= unit.tiles;
+      at_ -= unit.work();
       if (++block_ == grid.row_blocks) {
         block_ = 0;
         if (++k_ == p.cache.layout.kv_heads) {
           k_ = 0;
-          row_ = RowWork(p, ++b_);  // there is one: tiles are left
+          row_ = RowWork(p, ++b_);  // there is one: work is left
         }
       }
     }
@@ -132,7 +133,7 @@ class WorkCursor {
     const WorkSplit split(grid, total);
     if (c >= split.ctas) return;
     const int begin = split.begin(c);
-    // The row that holds tile `begin`. There is none where lengths change while they are read.
+    // The row that holds `begin`. There is none where lengths change while they are read.
     for (int base = 0, before = 0; base < p.cache.batch; before = group.total(), base += 32) {
       if (base > 0) group = RowGroup(p, grid, base, before);
       const unsigned beyond = __ballot_sync(kFullWarp, begin < group.end);
@@ -142,18 +143,18 @@ class WorkCursor {
       row_ = {__shfl_sync(kFullWarp, group.row.length, lane),
               __shfl_sync(kFullWarp, group.row.seq, lane)};
       const int per_head = __shfl_sync(kFullWarp, group.per_head, lane);
-      tile_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
-      k_ = tile_ / per_head;
-      tile_ -= k_ * per_head;  // next() walks on to the row block
+      at_ = begin - __shfl_sync(kFullWarp, group.end, lane) + per_head * p.cache.layout.kv_heads;
+      k_ = at_ / per_head;
+      at_ -= k_ * per_head;  // next() walks on to the row block
       left_ = split.begin(c + 1) - begin;
       return;
     }
   }
 
-  int left_ = 0;  // tiles of this CTA not yet given out
+  int left_ = 0;  // work of this CTA not yet given out
   int b_ = 0, k_ = 0, block_ = 0;
-  RowWork row_;   // of b_
-  int tile_ = 0;  // in the unit; may lie beyond it, in a later one
+  RowWork row_;  // of b_
+  int at_ = 0;   // in the unit's work; may lie beyond it, in a later one
   Segment segment_;
 };
 
