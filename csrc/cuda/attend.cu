@@ -62,10 +62,9 @@ int box_tokens(int page_size, int tile) {
 
 // The kernels count work in int32.
 bool too_much_work(const AttendParams& p, const AttendPlan& plan, int tile) {
-  const int64_t work =
-      int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks *
-      (int64_t{p.cache.max_pages} * p.cache.layout.page_size / tile + p.fresh_tokens / tile + 2 +
-       kUnitCost);
+  const int64_t work = int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks *
+                       (int64_t{p.cache.max_pages} * p.cache.layout.page_size / tile +
+                        p.fresh_tokens / tile + 2 + kUnitCost);
   const int64_t stored = p.cache.num_layers * p.cache.num_pages * p.cache.layout.kv_heads;
   return work > INT32_MAX || stored > INT32_MAX;
 }
