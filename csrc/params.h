@@ -54,6 +54,32 @@ struct AttendParams {
   int window_left;             // >= 0: see above; -1: off
   int num_ctas;                // CUDA: thread blocks to spread over; 0: chosen from the link
   bool pages_on_host;          // CUDA: `pages` is host memory, read over the link
+  bool after_projection;       // CUDA: project() was launched just before and makes query, key and
+                               // value; everything else was complete when it started
+};
+
+// query, key, value = x kernel + bias for each head, then an RMSNorm over each head of query and
+// key, then RoPE: element i < R/2 of a query or key turns with element i + R/2. Sums, norms and
+// rotation are float32 and rounded once.
+struct ProjectParams {
+  DType dtype;  // of x, all weights and the results: bfloat16 or float16
+  int rows;     // B * T
+  int width;    // D; a multiple of 8
+  int kv_heads, group, head_dim;
+  int rotary_dim;          // R; 0: no RoPE
+  const void* x;           // [rows, D]
+  const void* kernel;      // [D, K, G + 2, H]: G queries, the key, the value of each KV head
+  const void* bias;        // [K, G + 2, H]; null: none
+  const void* query_norm;  // [H]; null: none
+  const void* key_norm;    // [H]; null: none
+  const float* cos;        // [rows, R/2], times the factor of the RoPE
+  const float* sin;        // [rows, R/2]
+  float norm_eps;          // added to the mean square
+  float norm_offset;       // added to the weights of the norms
+  void* query;             // [rows, K * G, H]
+  void* key;               // [rows, K, H]
+  void* value;             // [rows, K, H]
+  int ctas_per_head;       // that share the D of a head: 1, 2, 4 or 8; 0: chosen
 };
 
 // Writes seq_lengths[b] new tokens of each row at positions lengths[b]..., all or none: a row whose

@@ -12,7 +12,9 @@ ATTEND = "directkv_attend"
 APPEND = "directkv_append"
 READ_PAGES = "directkv_read_pages"
 WRITE_PAGES = "directkv_write_pages"
-# Of the CUDA module alone, for `directkv_jax.bench`.
+# Of the CUDA module alone.
+QKV_ATTEND = "directkv_qkv_attend"
+# The same, for `directkv_jax.bench`.
 BENCH_MARK = "directkv_bench_mark"
 BENCH_READ = "directkv_bench_read"
 NAIVE_ATTEND = "directkv_naive_attend"

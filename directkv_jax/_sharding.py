@@ -19,6 +19,10 @@ class CacheSpecs:
         self.lse = PartitionSpec(b, None, k)
         self.page_table = PartitionSpec(b, None)
         self.lengths = PartitionSpec(b)
+        self.input = PartitionSpec(b, None, None)  # x of a projection
+        self.turns = PartitionSpec(b, None, None, None)  # cosine and sine of its RoPE
+        self.kernel = PartitionSpec(None, k, None, None)
+        self.bias = PartitionSpec(k, None, None)
         self.scalar = PartitionSpec()
 
 

@@ -71,7 +71,7 @@ def decode_attention(
     """
     if key is None or value is None:
         raise TypeError("`key` and `value` are required; use `attend` to read only.")
-    call = _prepare(
+    call = prepare(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation, num_ctas,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def attend(
     """
     if (key is None) != (value is None):
         raise TypeError("`key` and `value` should be given both or neither.")
-    call = _prepare(
+    call = prepare(
         query, key, value, cache, layer, query_seq_lengths, scale, logits_soft_cap,
         local_window_size, sinks, implementation, num_ctas,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def is_supported(implementation: str | None = None, **shape) -> bool:
     return unsupported_reason(implementation, **shape) is None
 
 
-class _Call:
+class Call:
     """The checked and completed arguments of an attend."""
 
     def __init__(self, tokens, layer, seq_lengths, options: Options, name: str):
@@ -179,10 +179,11 @@ class _Call:
         self.options, self.name = options, name
 
 
-def _prepare(
+def prepare(
     query, key, value, cache, layer, query_seq_lengths, scale, soft_cap, window, sinks,
     implementation, num_ctas,
-) -> _Call:  # fmt: skip
+) -> Call:  # fmt: skip
+    """Checks the arguments of an attend; of `query`, shape and dtype are all that counts."""
     if sinks is not None:
         raise NotImplementedError("`sinks` is reserved and not supported yet; pass None.")
     _checks.check_cache(cache)
@@ -196,7 +197,7 @@ def _prepare(
         cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window),
         _checks.check_num_ctas(num_ctas),
     )  # fmt: skip
-    return _Call(
+    return Call(
         tokens,
         _checks.check_layer(layer, cache.num_layers),
         _seq_lengths(query_seq_lengths, cache, tokens),
@@ -226,25 +227,26 @@ def _request(cache: KVCache, heads: int) -> Request:
 
 def _decode(cache, query, key, value, layer, seq_lengths, options, name):
     out, lse = _attend(cache, query, key, value, layer, seq_lengths, options, name)
-    return out, lse, _append(cache, key, value, layer, seq_lengths, out, name)
+    return out, lse, run_append(cache, key, value, layer, seq_lengths, out, name)
 
 
 def _attend(cache, query, key, value, layer, seq_lengths, options, name):
     if key is None:
         key = value = jnp.zeros((cache.batch, 0, cache.num_kv_heads, cache.head_dim), cache.dtype)
-    query, key, value = (_refuse_gradients(x) for x in (query, key, value))
+    query, key, value = (refuse_gradients(x) for x in (query, key, value))
     specs = CacheSpecs(cache.batch_axis, cache.kv_head_axis)
 
     def run(query, key, value, pages, *rows):
         return get(name).attend(query, key, value, pages, Rows(*rows), options)
 
     return over_mesh(
-        run, cache.mesh, (specs.tokens,) * 3 + _row_specs(specs), (specs.tokens, specs.lse)
+        run, cache.mesh, (specs.tokens,) * 3 + row_specs(specs), (specs.tokens, specs.lse)
     )(query, key, value, cache.pages, cache.page_table, cache.lengths, seq_lengths, layer)
 
 
-def _append(cache, key, value, layer, seq_lengths, after, name):
-    key, value = _refuse_gradients(key), _refuse_gradients(value)
+def run_append(cache, key, value, layer, seq_lengths, after, name) -> KVCache:
+    """`append` of checked arguments, to be traced."""
+    key, value = refuse_gradients(key), refuse_gradients(value)
     specs = CacheSpecs(cache.batch_axis, cache.kv_head_axis)
     admitted, overflowed = cache.admit(seq_lengths, key.shape[1])
     overflowed |= ((layer < 0) | (layer >= cache.num_layers)) & (seq_lengths != 0)
@@ -256,14 +258,15 @@ def _append(cache, key, value, layer, seq_lengths, after, name):
     def run(key, value, after, pages, *rows):
         return get(name).append(pages, key, value, Rows(*rows), storage, after)
 
-    in_specs = (specs.tokens, specs.tokens, after_spec, *_row_specs(specs))
+    in_specs = (specs.tokens, specs.tokens, after_spec, *row_specs(specs))
     pages = over_mesh(run, cache.mesh, in_specs, specs.pages)(
         key, value, after, cache.pages, cache.page_table, cache.lengths, admitted, layer
     )
     return cache.replace(pages=pages, overflowed=overflowed)
 
 
-def _row_specs(specs: CacheSpecs):
+def row_specs(specs: CacheSpecs):
+    """Of the pages and the `Rows` of a call."""
     return (specs.pages, specs.page_table, specs.lengths, specs.lengths, specs.scalar)
 
 
@@ -271,18 +274,19 @@ def _row_specs(specs: CacheSpecs):
 # otherwise dispatch each call by itself, and copy a host operand to the device first.
 _STATIC = ("options", "name")
 _traced_attend = jax.jit(_attend, inline=True, static_argnames=_STATIC)
-_traced_append = jax.jit(_append, inline=True, static_argnames="name")
+_traced_append = jax.jit(run_append, inline=True, static_argnames="name")
 _traced_decode = jax.jit(_decode, inline=True, static_argnames=_STATIC)
 _eager_decode = jax.jit(_decode, donate_argnames="cache", static_argnames=_STATIC)
-_eager_append = jax.jit(_append, donate_argnames="cache", static_argnames="name")
+_eager_append = jax.jit(run_append, donate_argnames="cache", static_argnames="name")
 
 
 @jax.custom_jvp
-def _refuse_gradients(x):
+def refuse_gradients(x):
+    """x; a clear error where it would be differentiated."""
     return x
 
 
-@_refuse_gradients.defjvp
+@refuse_gradients.defjvp
 def _no_gradient(primals, tangents):
     del primals, tangents
     raise NotImplementedError(

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from directkv_jax import _checks
-from directkv_jax.attention import decode_attention
+from directkv_jax import _checks, _fused
+from directkv_jax._platform import any_tracer
+from directkv_jax.attention import Call, decode_attention, prepare
 from directkv_jax.cache import KVCache
 from directkv_jax.rope import RoPE, rotate
 
@@ -114,7 +115,8 @@ def qkv_attention(
     `decode_attention` from the input of a layer: token `t` of row `b` stands at position
     `cache.lengths[b] + t`, for RoPE too. Sums, norms and rotation are computed in float32 and
     rounded once, to the dtype of the cache. What is said there of donation, lengths and overflow
-    holds here.
+    holds here. On CUDA a step of up to 32 rows (B * T) whose x, weights and cache are of one 16-bit
+    dtype is fused: the cache is fetched while the weights are still being multiplied.
 
     Args:
       x: `[B, T, D]`, D a multiple of 8; T is the number of new tokens.
@@ -136,11 +138,44 @@ def qkv_attention(
     _checks.check_cache(cache)
     _check(x, projection, cache, rope)
     positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    parts = projection(x, positions, rope)
-    query, key, value = (part.astype(cache.dtype) for part in parts)
-    return decode_attention(
-        query, key, value, cache, layer=layer, query_seq_lengths=query_seq_lengths, **options
-    )
+    call = _prepare(x, projection, cache, layer, query_seq_lengths, **options)
+    if _fused.unsupported_reason(call.name, x, projection, cache):
+        parts = projection(x, positions, rope)
+        query, key, value = (part.astype(cache.dtype) for part in parts)
+        return decode_attention(
+            query, key, value, cache, layer=layer, query_seq_lengths=query_seq_lengths, **options
+        )
+    run: Any = _fused.traced_decode
+    if not any_tracer(x, projection, cache, call.layer, call.seq_lengths):
+        _checks.check_seq_lengths(call.seq_lengths, call.tokens)
+        _checks.check_values(cache, call.seq_lengths, writes=True)
+        run = _fused.eager_decode
+    out, lse, cache = run(
+        cache, x, projection, _turns(rope, positions), call.layer, call.seq_lengths, call.options,
+        call.name,
+    )  # fmt: skip
+    return ((out, lse) if options.get("return_residual") else out), cache
+
+
+def _prepare(
+    x, projection: QKVProjection, cache: KVCache, layer, query_seq_lengths, *, scale=None,
+    logits_soft_cap=None, local_window_size=None, sinks=None, return_residual=False,
+    implementation=None, num_ctas=None,
+) -> Call:  # fmt: skip
+    del return_residual
+    _, kv_heads, group, head_dim = projection.sizes
+    query = jax.ShapeDtypeStruct((*x.shape[:2], kv_heads * group, head_dim), cache.dtype)
+    return prepare(
+        query, None, None, cache, layer, query_seq_lengths, scale, logits_soft_cap,
+        local_window_size, sinks, implementation, num_ctas,
+    )  # fmt: skip
+
+
+def _turns(rope: RoPE | None, positions) -> tuple[jax.Array, jax.Array]:
+    if rope is None:
+        none = jnp.zeros((*positions.shape, 1, 0), jnp.float32)
+        return none, none
+    return rope.rotations(positions)
 
 
 def _packed(query, key, value, what: str) -> jax.Array:

@@ -2,37 +2,11 @@
 // while it captures a CUDA graph, and replay what they launched.
 #include <cuda_runtime_api.h>
 
-#include "cuda/attend_plan.h"
-#include "cuda/kernels.h"
-#include "operands.h"
+#include "cuda_operands.h"
 #include "targets.h"
 
 namespace directkv::handlers {
 namespace {
-
-ffi::Error to_error(cudaError_t status, const char* call) {
-  if (status == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("directkv: ") + call + ": " + cudaGetErrorString(status));
-}
-
-// The zero in zero-copy: a host cache must be read from host memory, not from a copy in HBM.
-ffi::Error check_residence(const ffi::AnyBuffer& pages, const StorageAttributes& attributes) {
-  cudaPointerAttributes at{};
-  if (auto status = cudaPointerGetAttributes(&at, pages.untyped_data()); status != cudaSuccess) {
-    cudaGetLastError();  // not sticky, and not ours to leave behind
-    return to_error(status, "cudaPointerGetAttributes");
-  }
-  if (attributes.host) {
-    DIRECTKV_CHECK(at.type == cudaMemoryTypeHost,
-                   "a host cache arrived in memory that is not page-locked host memory: XLA copied "
-                   "it. Pass the cache to the jitted function as an argument (one that is closed "
-                   "over becomes a constant in device memory), donate it, and pass it whole, never "
-                   "a slice of it.");
-  } else {
-    DIRECTKV_CHECK(at.type == cudaMemoryTypeDevice, "a device cache arrived outside device memory");
-  }
-  return ffi::Error::Success();
-}
 
 ffi::Error attend(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key,
                   ffi::AnyBuffer value, ffi::AnyBuffer pages, Ints page_table, Ints lengths,
@@ -49,13 +23,7 @@ ffi::Error attend(cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key,
       error.failure()) {
     return error;
   }
-  const PageLayout& layout = params.cache.layout;
-  DIRECTKV_CHECK(cuda::attend_supported(layout.dtype, layout.head_dim),
-                 "no CUDA kernel for head dim " + std::to_string(layout.head_dim));
-  const int64_t needed = cuda::attend_workspace_bytes(
-      itemsize(layout.dtype), params.cache.batch, params.query_tokens, params.query_heads,
-      layout.kv_heads, layout.head_dim, int64_t{params.cache.max_pages} * layout.page_size);
-  if (auto error = set_workspace(*workspace, needed, &params); error.failure()) return error;
+  if (auto error = prepare_attend(*workspace, &params); error.failure()) return error;
   return to_error(cuda::attend(params, stream), "attend");
 }
 

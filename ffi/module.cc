@@ -23,6 +23,7 @@ py::dict registrations() {
 #define DIRECTKV_ADD(name, symbol) targets[name] = py::capsule(reinterpret_cast<void*>(&symbol));
   DIRECTKV_TARGETS(DIRECTKV_ADD)
 #ifdef DIRECTKV_WITH_CUDA
+  DIRECTKV_CUDA_TARGETS(DIRECTKV_ADD)
   DIRECTKV_BENCH_TARGETS(DIRECTKV_ADD)
 #endif
 #undef DIRECTKV_ADD

@@ -10,7 +10,11 @@
 //   directkv_read_pages   pages page_ids      -> data             {page_size host tracked}
 //   directkv_write_pages  pages data page_ids -> pages (aliased)  {page_size host tracked}
 //
-// Only in the CUDA module, for the benchmarks (csrc/cuda/bench):
+// Only in the CUDA module:
+//   directkv_qkv_attend   x kernel bias query_norm key_norm cos sin pages page_table lengths
+//                         seq_lengths layer -> out lse query key value workspace
+//                         {as directkv_attend, norm_eps norm_offset}
+// and for the benchmarks (csrc/cuda/bench):
 //   directkv_bench_mark    x -> x (aliased)            {slot spin_us}
 //   directkv_bench_read    data after -> checksums     {bytes}
 //   directkv_naive_attend  query key_cache value_cache lengths
@@ -25,6 +29,8 @@
   V("directkv_read_pages", DirectkvReadPages) \
   V("directkv_write_pages", DirectkvWritePages)
 
+#define DIRECTKV_CUDA_TARGETS(V) V("directkv_qkv_attend", DirectkvQkvAttend)
+
 #define DIRECTKV_BENCH_TARGETS(V)             \
   V("directkv_bench_mark", DirectkvBenchMark) \
   V("directkv_bench_read", DirectkvBenchRead) \
@@ -33,5 +39,6 @@
 #define DIRECTKV_DECLARE_HANDLER(name, symbol) \
   extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame);
 DIRECTKV_TARGETS(DIRECTKV_DECLARE_HANDLER)
+DIRECTKV_CUDA_TARGETS(DIRECTKV_DECLARE_HANDLER)
 DIRECTKV_BENCH_TARGETS(DIRECTKV_DECLARE_HANDLER)
 #undef DIRECTKV_DECLARE_HANDLER

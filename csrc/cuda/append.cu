@@ -93,7 +93,7 @@ cudaError_t append(const AppendParams& p, cudaStream_t stream) {
   const int64_t blocks_per_row = std::clamp<int64_t>(
       (pieces + kThreads * kPiecesPerThread - 1) / (kThreads * kPiecesPerThread), 1,
       kMaxBlocksPerRow);
-  return launch(append_kernel, p.cache.batch * blocks_per_row, kThreads, 0, stream, p,
+  return launch(append_kernel, {p.cache.batch * blocks_per_row, kThreads}, stream, p,
                 static_cast<int>(blocks_per_row));
 }
 

@@ -41,11 +41,11 @@ cudaError_t launch_merge(const AttendParams& p, const AttendGrid& grid, cudaStre
   const int64_t blocks = units * merge_ctas_per_unit(grid);
   switch (p.cache.layout.dtype) {
     case DType::kBF16:
-      return launch(merge_kernel<DType::kBF16>, blocks, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kBF16>, {blocks, kMergeThreads}, stream, p, grid);
     case DType::kF16:
-      return launch(merge_kernel<DType::kF16>, blocks, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kF16>, {blocks, kMergeThreads}, stream, p, grid);
     case DType::kF32:
-      return launch(merge_kernel<DType::kF32>, blocks, kMergeThreads, 0, stream, p, grid);
+      return launch(merge_kernel<DType::kF32>, {blocks, kMergeThreads}, stream, p, grid);
   }
   return cudaErrorInvalidValue;
 }

@@ -25,8 +25,10 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
   if (threadIdx.x / 32 == Attention::kWarps) {
     TileProducer<Shape> producer(p, grid, &map, ring);
     for (; more; more = cursor.next(p, grid)) producer.fetch(cursor.segment());
+    wait_for_earlier_kernels();
     return;
   }
+  wait_for_earlier_kernels();
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;
   Attention attention(p, own);
   // In shared memory, one for each warp: registers are what the matrix fragments need.
@@ -83,8 +85,9 @@ cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
                       p.cache.num_layers * p.cache.num_pages * p.cache.layout.kv_heads, box);
     if (status != cudaSuccess) return status;
   }
-  return launch(attend_kernel<Attention>, grid->ctas, (Attention::kWarps + 1) * 32,
-                grid->stages * TileRing<Shape>::kBytes + kShared, stream, p, *grid, map);
+  const LaunchShape shape = {grid->ctas, (Attention::kWarps + 1) * 32,
+                             static_cast<size_t>(grid->stages * TileRing<Shape>::kBytes + kShared)};
+  return launch(attend_kernel<Attention>, shape, stream, p, *grid, map);
 }
 
 // Launches the instance for `plan.rows_per_block` rows: the smallest that holds them. Completes

@@ -28,6 +28,14 @@ namespace directkv::cuda {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+struct LaunchShape {
+  int64_t blocks;
+  int threads;
+  size_t shared_bytes = 0;
+  int cluster = 1;     // CTAs, a divisor of `blocks`; more than 1 from compute capability 9.0
+  bool alone = false;  // starts when all earlier kernels have ended
+};
+
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 
 #if !defined(DIRECTKV_EMULATE_CUDA)
@@ -128,10 +136,12 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 
 // Kernels that follow each other in a stream may overlap (compute capability 9.0): the next one is
 // started before this one is done, and waits where it first needs what came before. Every kernel
-// launched so calls wait_for_earlier_kernels() in all its threads before global memory counts for
-// it; so the end of one means the end of all before it. (merge_kernel reads before it waits: what
-// attend_kernel, always the one before it, has waited for. attend_kernel reads lengths before it
-// waits, and looks again after.)
+// launched so calls wait_for_earlier_kernels() in all its threads, before global memory counts for
+// it; so the end of one means the end of all before it. Three read before they wait:
+//   merge_kernel     what attend_kernel, always the one before it, has waited for;
+//   attend_kernel    lengths, and looks again after;
+//   attend_kernel after project_kernel   everything but the projection's results: project_kernel is
+//                    launched alone, so all that came before it was complete when it started.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if DIRECTKV_BULK_COPIES
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -145,13 +155,56 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// The rank of this CTA in its cluster; consecutive CTAs form one.
+__device__ __forceinline__ int cluster_rank() {
+#if DIRECTKV_BULK_COPIES
+  unsigned rank;
+  asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// __syncthreads() of all CTAs of the cluster.
+__device__ __forceinline__ void sync_cluster() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// The same place in the shared memory of another CTA of the cluster, to be read.
+template <typename T>
+__device__ __forceinline__ const T* of_rank(const T* shared, int rank) {
+#if DIRECTKV_BULK_COPIES
+  uint64_t there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
+  return reinterpret_cast<const T*>(there);
+#else
+  (void)rank;
+  return shared;
+#endif
+}
+
+// A load of what no kernel writes meanwhile and nobody reads again.
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p));
+  return v;
+}
+
 // Launches a kernel of that kind, see wait_for_earlier_kernels(). The status is that of this launch
 // alone: an older error of the process is not picked up.
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-                   cudaStream_t stream, const Args&... args) {
-  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+                   const Args&... args) {
+  if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Above 48 KiB, the kernel's static share included, a launch must have asked for it.
+  const size_t shared_bytes = shape.shared_bytes;
   if (shared_bytes > 32 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                     cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -162,18 +215,34 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_
     }
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = device_limits().bulk_copies ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  if (device_limits().bulk_copies && !shape.alone) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  }
+  config.attrs = attributes;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (status != cudaSuccess) cudaGetLastError();
   return status;
+}
+
+#else
+
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t,
+                   const Args&... args) {
+  return emulated_launch(kernel, shape, args...);
 }
 
 #endif

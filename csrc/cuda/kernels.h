@@ -9,6 +9,8 @@
 namespace directkv::cuda {
 
 cudaError_t attend(const AttendParams& params, cudaStream_t stream);
+// For rows up to kMaxProjectRows (project_plan.h). Starts when all earlier kernels have ended.
+cudaError_t project(const ProjectParams& params, cudaStream_t stream);
 cudaError_t append(const AppendParams& params, cudaStream_t stream);
 cudaError_t read_pages(const PageCopyParams& params, cudaStream_t stream);
 cudaError_t write_pages(const PageCopyParams& params, cudaStream_t stream);

@@ -54,7 +54,7 @@ cudaError_t copy_pages(const PageCopyParams& p, cudaStream_t stream) {
   }
   const int64_t runs_per_page = (pieces + kRun - 1) / kRun;
   const int64_t blocks = std::min(kMaxBlocks, p.count * p.num_layers * runs_per_page);
-  return launch(copy_kernel<kWrite>, blocks, kThreads, 0, stream, p, pieces, runs_per_page);
+  return launch(copy_kernel<kWrite>, {blocks, kThreads}, stream, p, pieces, runs_per_page);
 }
 
 }  // namespace

@@ -78,6 +78,7 @@ class WorkCursor {
  public:
   // Waits for the earlier kernels of the stream, and goes to the first segment, as next() does. It
   // is found before they have ended, from what the lengths are by then, and again if they changed.
+  // After a projection the lengths stand, and nothing is waited for.
   __device__ __forceinline__ bool start(const AttendParams& p, const AttendGrid& grid) {
     RowWork first = RowGroup::load(p, 0);
     bool any;
@@ -86,8 +87,9 @@ class WorkCursor {
       go_to_begin(p, grid, first);
       any = next(p, grid);
       if (!early) return any;
-      wait_for_earlier_kernels();
+      if (!p.after_projection) wait_for_earlier_kernels();
       let_next_kernel_start();
+      if (p.after_projection) return any;
       const RowWork now = RowGroup::load(p, 0);
       if (p.cache.batch <= 32 && !__any_sync(kFullWarp, now != first)) return any;
       first = now;

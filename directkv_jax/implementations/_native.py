@@ -57,15 +57,16 @@ class NativeImplementation:
         shape = (page_ids.shape[0], pages.shape[0], *pages.shape[2:])
         result = jax.ShapeDtypeStruct(shape, pages.dtype)
         call = jax.ffi.ffi_call(_native.READ_PAGES, result)
-        return call(pages, page_ids, **_attributes(storage))
+        return call(pages, page_ids, **attributes(storage))
 
     def write_pages(self, pages, data, page_ids, storage: Storage):
         """A scatter of whole pages from device memory, in place."""
         call = jax.ffi.ffi_call(_native.WRITE_PAGES, jax.typeof(pages), input_output_aliases={0: 0})
-        return call(pages, data, page_ids, **_attributes(storage))
+        return call(pages, data, page_ids, **attributes(storage))
 
 
-def _attributes(storage: Storage) -> dict[str, np.int32]:
+def attributes(storage: Storage) -> dict[str, np.int32]:
+    """The attributes that every call has."""
     return {
         "page_size": np.int32(storage.layout.page_size),
         "host": np.int32(storage.host),
@@ -73,7 +74,8 @@ def _attributes(storage: Storage) -> dict[str, np.int32]:
     }
 
 
-def _workspace_bytes(platform: str, query, page_table, layout: PageLayout) -> int:
+def workspace_bytes(platform: str, query, page_table, layout: PageLayout) -> int:
+    """Bytes of the workspace that an attend returns besides its results."""
     batch, tokens, heads, dim = query.shape
     sizes = (batch, tokens, heads, layout.num_kv_heads, dim)
     max_pages = page_table.shape[1]
@@ -97,12 +99,12 @@ def _attend_call(options: Options, platform: str):
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
             jax.ShapeDtypeStruct(
-                (_workspace_bytes(platform, query, page_table, options.storage.layout),), jnp.uint8
+                (workspace_bytes(platform, query, page_table, options.storage.layout),), jnp.uint8
             ),
         )
         out, lse, _ = jax.ffi.ffi_call(_native.ATTEND, results)(
             query, key, value, pages, page_table, lengths, seq_lengths, layer,
-            **_attributes(options.storage),
+            **attributes(options.storage),
             scale=np.float32(options.scale),
             soft_cap=np.float32(options.soft_cap),
             window_left=np.int32(options.window_left),
@@ -146,7 +148,7 @@ def _append_call(storage: Storage):
         call = jax.ffi.ffi_call(_native.APPEND, jax.typeof(pages), input_output_aliases={0: 0})
         return call(
             pages, key, value, page_table, lengths, seq_lengths, layer, after,
-            **_attributes(storage),
+            **attributes(storage),
         )  # fmt: skip
 
     @append.def_vmap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -42,6 +43,12 @@ def core_programs() -> list[Program]:
         Program("decode_attention, T = 5 ragged, window, soft cap", _ragged),
         Program("decode_attention, scan over layers", _lower(_scan)),
         Program("qkv_attention, layers unrolled", _qkv),
+        Program("qkv_attention, T = 64: not fused", functools.partial(_qkv, count=64)),
+        Program(
+            "qkv_attention, scan, bias and norms, KV heads over 4 GPUs",
+            functools.partial(_qkv_scan, shards=4),
+            shards=4,
+        ),
         Program("decode_attention, while_loop over steps", _lower(_while)),
         Program("attend under vmap, then append", _lower(_vmap)),
         Program("decode_attention, cond around the step", _lower(_cond), copies=COND_COPIES),
@@ -130,24 +137,53 @@ def _scan_xs(cache, q, k, v):
     return cache.replace(pages=pages).advance(1), q
 
 
-def _qkv():
+def _weights(mesh, width):
+    group = QUERY_HEADS // KV_HEADS
+    return (
+        target.array(mesh, (width, KV_HEADS, group + 2, HEAD_DIM), jnp.bfloat16),
+        target.array(mesh, (QUERY_HEADS * HEAD_DIM, width), jnp.bfloat16),
+    )
+
+
+def _qkv(count=1):
     mesh, width = target.h200(), 1024
     held = cache(mesh)
-    x = target.array(mesh, (BATCH, 1, width), jnp.bfloat16)
-    group = QUERY_HEADS // KV_HEADS
-    kernel = target.array(mesh, (width, KV_HEADS, group + 2, HEAD_DIM), jnp.bfloat16)
-    back = target.array(mesh, (QUERY_HEADS * HEAD_DIM, width), jnp.bfloat16)
+    x = target.array(mesh, (BATCH, count, width), jnp.bfloat16)
     rope = directkv_jax.RoPE.create(HEAD_DIM)
 
     def step(cache, x, kernel, back):
         projection = directkv_jax.QKVProjection(kernel)
         for layer in range(LAYERS):
             out, cache = directkv_jax.qkv_attention(x, projection, cache, layer=layer, rope=rope)
-            x = x + out.reshape(BATCH, 1, -1) @ back
-        return cache.advance(1), x
+            x = x + out.reshape(BATCH, count, -1) @ back
+        return cache.advance(count), x
 
     with target.tracing_for_cuda():
-        return jax.jit(step, donate_argnums=0).lower(held, x, kernel, back), held
+        return jax.jit(step, donate_argnums=0).lower(held, x, *_weights(mesh, width)), held
+
+
+def _qkv_scan(shards):
+    mesh, width = target.h200((shards,), ("heads",)), 1024
+    held = cache(mesh, mesh=mesh, kv_head_axis="heads")
+    x = target.array(mesh, (BATCH, 2, width), jnp.bfloat16)
+    kernel, back = _weights(mesh, width)
+    bias = target.array(mesh, kernel.shape[1:], jnp.bfloat16)
+    norm = target.array(mesh, (HEAD_DIM,), jnp.bfloat16)
+
+    def step(cache, x, kernel, back, bias, norm):
+        projection = directkv_jax.QKVProjection(kernel, bias, norm, norm)
+
+        def body(carry, layer):
+            cache, x = carry
+            out, cache = directkv_jax.qkv_attention(x, projection, cache, layer=layer)
+            return (cache, x + out.reshape(BATCH, 2, -1) @ back), None
+
+        (cache, x), _ = jax.lax.scan(body, (cache, x), jnp.arange(LAYERS))
+        return cache.advance(2), x
+
+    with target.tracing_for_cuda():
+        lowered = jax.jit(step, donate_argnums=0).lower(held, x, kernel, back, bias, norm)
+        return lowered, held
 
 
 def _ragged():

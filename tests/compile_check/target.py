@@ -18,7 +18,9 @@ from directkv_jax import _native, _platform
 from directkv_jax._sharding import CacheSpecs
 
 CONFIG = Path(__file__).parents[1] / "data" / "h200_target_config.pbtxt"
-TARGETS = (_native.ATTEND, _native.APPEND, _native.READ_PAGES, _native.WRITE_PAGES)
+TARGETS = (
+    _native.ATTEND, _native.QKV_ATTEND, _native.APPEND, _native.READ_PAGES, _native.WRITE_PAGES
+)  # fmt: skip
 PLUGIN = "jax_cuda13_plugin"
 REPLICATED = PartitionSpec()
 
@@ -51,7 +53,8 @@ def register_handlers() -> str:
     """Registers handlers for the targets on platform CUDA; returns whose they are.
 
     XLA asks at compile time only that they exist, and for their traits. Without a CUDA build the
-    CPU handlers stand in: the same names, operands and results.
+    CPU handlers stand in: the same names, operands and results. That of attend stands in for the
+    fused call, which the CPU has not.
     """
     if not isinstance(_native.load("cuda"), str):
         return "the CUDA module's handlers"
@@ -59,6 +62,8 @@ def register_handlers() -> str:
     if isinstance(module, str):
         raise RuntimeError(f"No native module is built: {module}")
     _native.register(module, "CUDA")
+    attend = module.registrations()[_native.ATTEND]
+    jax.ffi.register_ffi_target(_native.QKV_ATTEND, attend, platform="CUDA")
     return "the CPU module's handlers as stand-ins (no CUDA build here)"
 
 

@@ -13,7 +13,8 @@ add_executable(directkv_cuda_tests
   ${_tests}/cuda_device_case.cc
   ${_tests}/cuda_graph_test.cc
   ${_tests}/cuda_main.cc
-  ${_tests}/cuda_pages_test.cc)
+  ${_tests}/cuda_pages_test.cc
+  ${_tests}/cuda_project_test.cc)
 add_executable(directkv_host_pool_tests
   ${_tests}/host_pool_limit_test.cc
   ${_tests}/host_pool_test.cc
@@ -30,7 +31,8 @@ endforeach()
 
 # The kernels' own sources, by the host compiler.
 set(_emulated_kernels)
-foreach(name append attend attend_bf16 attend_f16 attend_f32 device_limits page_copy tile_map)
+foreach(name append attend attend_bf16 attend_f16 attend_f32 device_limits page_copy project
+             tile_map)
   set(_copy ${CMAKE_CURRENT_BINARY_DIR}/emulated/${name}.cc)
   file(CONFIGURE OUTPUT ${_copy} CONTENT "#include \"cuda/${name}.cu\"\n")
   list(APPEND _emulated_kernels ${_copy})
@@ -44,7 +46,8 @@ foreach(part "" _sm80)
     ${_tests}/cuda_device_case.cc
     ${_tests}/cuda_emulation.cc
     ${_tests}/cuda_main.cc
-    ${_tests}/cuda_pages_test.cc)
+    ${_tests}/cuda_pages_test.cc
+    ${_tests}/cuda_project_test.cc)
   target_compile_features(directkv_cuda_emulated_tests${part} PRIVATE cxx_std_17)
   target_compile_definitions(directkv_cuda_emulated_tests${part} PRIVATE DIRECTKV_EMULATE_CUDA)
   target_include_directories(directkv_cuda_emulated_tests${part} PRIVATE ${_tests} ${_kernels})

@@ -30,6 +30,7 @@ struct Copy {
 struct Meeting {
   int arrived = 0;
   int64_t generation = 0;
+  bool or_next = false, or_result = false;
 };
 
 // A barrier in shared memory.
@@ -46,7 +47,14 @@ struct Fiber {
   bool started = false;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
+  bool waited = false;       // for earlier kernels
   std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
+};
+
+// A thread block of the cluster that runs.
+struct Block {
+  Meeting all, named[16];
+  std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
 };
 
 // Memory that an earlier kernel writes while the blocks of this one already run.
@@ -57,18 +65,18 @@ struct LateWrite {
 
 std::vector<Fiber> fibers;
 jmp_buf scheduler;
-int current, threads_in_block;
-Meeting block_meeting;
+int current, threads_in_block, threads_in_cluster;
+std::vector<Block> cluster;
+Meeting cluster_meeting;
 std::vector<Meeting> warp_meetings;
-Meeting named_meetings[16];
 std::map<const Barrier*, Phases> phases;
-bool or_next, or_result;
-const void* exchanged[1024];
-std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
+std::vector<const void*> exchanged;
 const std::function<void()>* kernel_body;
 std::vector<LateWrite> late_writes;
-bool waited;       // for earlier kernels, in this block
-int64_t progress;  // barriers passed and threads ended
+bool late_writes_done = true;  // at the moment
+int64_t progress;              // barriers passed and threads ended
+
+Block& block() { return cluster[current / threads_in_block]; }
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "%s\n", what);
@@ -80,7 +88,18 @@ void yield() {
   if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
 }
 
+// Every thread finds the memory as it may: what is written late, once it has waited for that.
+void write_for(const Fiber& fiber) {
+  if (late_writes_done == fiber.waited) return;
+  late_writes_done = fiber.waited;
+  for (const LateWrite& w : late_writes) {
+    const std::vector<char>& data = fiber.waited ? w.after : w.before;
+    std::copy(data.begin(), data.end(), w.at);
+  }
+}
+
 void resume(Fiber& fiber) {
+  write_for(fiber);
   if (_setjmp(scheduler) != 0) return;
   if (fiber.started) _longjmp(fiber.place, 1);
   fiber.started = true;
@@ -106,7 +125,7 @@ void wait(Meeting& barrier, int count) {
     barrier.arrived = 0;
     ++barrier.generation;
     ++progress;
-    or_result = or_next;
+    barrier.or_result = barrier.or_next;
     return;
   }
   while (barrier.generation == generation) yield();
@@ -117,6 +136,7 @@ void fiber_main() {
   (*kernel_body)();
   fibers[current].done = true;
   ++progress;
+  if (!fibers[current].waited) fail("a thread did not wait for earlier kernels");
   if (!fibers[current].copies.empty()) fail("a thread ended with copies in flight");
   yield();
 }
@@ -142,22 +162,23 @@ void arrive(Phases& p) {
   if (++p.arrived > p.arrivals) fail("more arrivals at a barrier than announced");
 }
 
-void run_block() {
-  for (int i = 0; i < threads_in_block; ++i) {
+void run_cluster(int64_t first_block) {
+  for (int i = 0; i < threads_in_cluster; ++i) {
     Fiber& f = fibers[i];
-    f.done = f.started = false;
+    f.done = f.started = f.waited = false;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.get();
     f.context.uc_stack.ss_size = kStackBytes;
     f.context.uc_link = nullptr;
     makecontext(&f.context, fiber_main, 0);
   }
-  for (int left = threads_in_block; left > 0;) {
+  for (int left = threads_in_cluster; left > 0;) {
     const int64_t before = progress;
-    for (int n = 0; n < threads_in_block; ++n) {
-      current = options().reverse ? threads_in_block - 1 - n : n;
+    for (int n = 0; n < threads_in_cluster; ++n) {
+      current = options().reverse ? threads_in_cluster - 1 - n : n;
       if (fibers[current].done) continue;
-      threadIdx = {static_cast<unsigned>(current), 0, 0};
+      threadIdx = {static_cast<unsigned>(current % threads_in_block), 0, 0};
+      blockIdx = {static_cast<unsigned>(first_block + current / threads_in_block), 0, 0};
       resume(fibers[current]);
       if (fibers[current].done) --left;
     }
@@ -179,30 +200,40 @@ void write_late(const void* p, std::vector<char> before) {
 }
 
 void wait_for_earlier_kernels() {
-  if (waited) return;
-  waited = true;
-  for (const LateWrite& w : late_writes) std::copy(w.after.begin(), w.after.end(), w.at);
+  if (fibers[current].waited) return;
+  fibers[current].waited = true;
+  ++progress;
+  yield();  // the others may come here too before memory changes: it then changes once
 }
 
-void sync_block() { wait(block_meeting, threads_in_block); }
+void sync_block() { wait(block().all, threads_in_block); }
 
 bool sync_block_or(bool predicate) {
-  if (block_meeting.arrived == 0) or_next = false;
-  or_next |= predicate;
-  wait(block_meeting, threads_in_block);
-  return or_result;
+  Meeting& all = block().all;
+  if (all.arrived == 0) all.or_next = false;
+  all.or_next |= predicate;
+  wait(all, threads_in_block);
+  return all.or_result;
+}
+
+int cluster_rank() { return current / threads_in_block; }
+
+void sync_cluster() { wait(cluster_meeting, threads_in_cluster); }
+
+const unsigned char* of_rank(const unsigned char* shared, int rank) {
+  return cluster[rank].shared.get() + (shared - block().shared.get());
 }
 
 void sync_warp() { wait(warp_meetings[current / 32], 32); }
 
-void sync_some(int id, int threads) { wait(named_meetings[id], threads); }
+void sync_some(int id, int threads) { wait(block().named[id], threads); }
 
 int lane() { return current % 32; }
 
 const void* const* exchange(const void* own) {
   exchanged[current] = own;
   sync_warp();
-  return exchanged + current / 32 * 32;
+  return exchanged.data() + current / 32 * 32;
 }
 
 unsigned ballot(bool predicate) {
@@ -213,7 +244,7 @@ unsigned ballot(bool predicate) {
   return result;
 }
 
-unsigned char* dynamic_shared() { return shared.get(); }
+unsigned char* dynamic_shared() { return block().shared.get(); }
 
 void copy_async_16(void* to, const void* from) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
@@ -288,27 +319,29 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
       }
 }
 
-void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& body) {
-  if (fibers.size() < static_cast<size_t>(threads)) fibers = std::vector<Fiber>(threads);
+void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_blocks,
+              const std::function<void()>& body) {
   threads_in_block = threads;
+  threads_in_cluster = threads * cluster_blocks;
+  if (fibers.size() < static_cast<size_t>(threads_in_cluster))
+    fibers = std::vector<Fiber>(threads_in_cluster);
+  exchanged.resize(fibers.size());
   kernel_body = &body;
   gridDim = dim3(static_cast<unsigned>(blocks));
   blockDim = dim3(static_cast<unsigned>(threads));
-  for (int64_t b = 0; b < blocks; ++b) {
-    blockIdx = {static_cast<unsigned>(b), 0, 0};
-    block_meeting = {};
-    warp_meetings.assign(threads / 32, {});
-    std::fill(std::begin(named_meetings), std::end(named_meetings), Meeting{});
+  for (int64_t first = 0; first < blocks; first += cluster_blocks) {
+    cluster_meeting = {};
+    warp_meetings.assign(threads_in_cluster / 32, {});
     phases.clear();
-    waited = false;
-    for (const LateWrite& w : late_writes) std::copy(w.before.begin(), w.before.end(), w.at);
-    shared.reset(
-        static_cast<unsigned char*>(std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024)));
-    std::memset(shared.get(), 0xff, shared_bytes);  // NaN in every dtype
-    run_block();
-    if (!waited) fail("a block did not wait for earlier kernels");
+    cluster = std::vector<Block>(cluster_blocks);
+    for (Block& b : cluster) {
+      b.shared.reset(static_cast<unsigned char*>(
+          std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024)));
+      std::memset(b.shared.get(), 0xff, shared_bytes);  // NaN in every dtype
+    }
+    run_cluster(first);
   }
-  late_writes.clear();
+  late_writes.clear();  // done: every thread has waited
 }
 
 }  // namespace directkv::emulation

@@ -1,6 +1,6 @@
-// Runs the CUDA kernels on the CPU, one thread block at a time, so that their indexing, masks and
-// barriers are tested where there is no GPU: threads are fibers that switch at barriers and
-// shuffles. Forced in front of csrc/cuda/device.cuh by DIRECTKV_EMULATE_CUDA.
+// Runs the CUDA kernels on the CPU, one cluster of thread blocks at a time, so that their indexing,
+// masks and barriers are tested where there is no GPU: threads are fibers that switch at barriers
+// and shuffles. Forced in front of csrc/cuda/device.cuh by DIRECTKV_EMULATE_CUDA.
 //
 // What it finds: wrong results, accesses out of bounds (with -fsanitize=address), barriers that not
 // all threads reach, a missing barrier or wait (threads run in either order between barriers, and
@@ -30,7 +30,7 @@
 #define __device__
 #define __global__
 #define __host__
-#define __shared__ static  // one block runs at a time
+#define __shared__ static  // one block runs at a time, but where there are clusters
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -44,7 +44,7 @@ struct Options {
 };
 Options& options();
 
-// For the next kernel launched: until a block has waited for earlier kernels it finds `before` at
+// For the next kernel launched: until a thread has waited for earlier kernels it finds `before` at
 // `p`, then what is there now.
 void write_late(const void* p, std::vector<char> before);
 void wait_for_earlier_kernels();
@@ -57,7 +57,11 @@ void sync_some(int id, int threads);
 const void* const* exchange(const void* own);
 int lane();
 unsigned char* dynamic_shared();
-void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& body);
+int cluster_rank();
+void sync_cluster();
+const unsigned char* of_rank(const unsigned char* shared, int rank);
+void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster,
+              const std::function<void()>& body);
 
 using Barrier = uint64_t;
 void copy_async_16(void* to, const void* from);
@@ -133,8 +137,10 @@ using emulation::barrier_arrive_after_copies;
 using emulation::barrier_arrive_expecting;
 using emulation::barrier_init;
 using emulation::barrier_wait;
+using emulation::cluster_rank;
 using emulation::copy_async_16;
 using emulation::dynamic_shared;
+using emulation::sync_cluster;
 using emulation::sync_some;
 using emulation::wait_for_earlier_kernels;
 
@@ -142,6 +148,12 @@ inline void barrier_init_fence() {}
 inline void let_next_kernel_start() {}
 inline void fence_before_bulk_copies() {}
 inline int32_t load_relaxed(const int32_t* p) { return *p; }
+inline uint4 load_once(const uint4* p) { return *p; }
+template <typename T>
+const T* of_rank(const T* shared, int rank) {
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(shared);
+  return reinterpret_cast<const T*>(emulation::of_rank(bytes, rank));
+}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
@@ -163,10 +175,10 @@ void load_matrices(uint32_t (&r)[4], const unsigned char* row) {
   emulation::sync_warp();
 }
 
-template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-                   cudaStream_t, const Args&... args) {
-  emulation::run_grid(blocks, threads, shared_bytes, [&] { kernel(args...); });
+template <typename Shape, typename... Params, typename... Args>
+cudaError_t emulated_launch(void (*kernel)(Params...), const Shape& shape, const Args&... args) {
+  emulation::run_grid(shape.blocks, shape.threads, shape.shared_bytes, shape.cluster,
+                      [&] { kernel(args...); });
   return cudaSuccess;
 }
 
