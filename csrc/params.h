@@ -53,6 +53,7 @@ struct AttendParams {
   float soft_cap;              // > 0: logits = soft_cap * tanh(scale * q.k / soft_cap); 0: off
   int window_left;             // >= 0: see above; -1: off
   int num_ctas;                // CUDA: thread blocks to spread over; 0: chosen from the link
+  int64_t ring_slot_bytes;     // CUDA: of a host cache's tokens on the device; 0: chosen, the most
   bool pages_on_host;          // CUDA: `pages` is host memory, read over the link
   bool after_projection;       // CUDA: project() was launched just before and makes query, key and
                                // value; everything else was complete when it started

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/attend_plan.h"
+#include "cuda/chunk_plan.h"
 #include "cuda/kernels.h"
 #include "operands.h"
 
@@ -39,9 +39,10 @@ inline ffi::Error prepare_attend(const ffi::AnyBuffer& workspace, AttendParams* 
   const PageLayout& layout = params->cache.layout;
   DIRECTKV_CHECK(cuda::attend_supported(layout.dtype, layout.head_dim),
                  "no CUDA kernel for head dim " + std::to_string(layout.head_dim));
-  const int64_t needed = cuda::attend_workspace_bytes(
-      itemsize(layout.dtype), params->cache.batch, params->query_tokens, params->query_heads,
-      layout.kv_heads, layout.head_dim, int64_t{params->cache.max_pages} * layout.page_size);
+  const int64_t needed =
+      cuda::workspace_bytes(itemsize(layout.dtype), params->cache.batch, params->query_tokens,
+                            params->query_heads, layout.kv_heads, layout.head_dim, layout.page_size,
+                            params->cache.max_pages, params->pages_on_host);
   return set_workspace(workspace, needed, params);
 }
 

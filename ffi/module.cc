@@ -4,7 +4,7 @@
 
 #include "buffer_registry.h"
 #include "cpu/attend_plan.h"
-#include "cuda/attend_plan.h"
+#include "cuda/chunk_plan.h"
 #include "targets.h"
 
 namespace py = pybind11;
@@ -38,9 +38,10 @@ PYBIND11_MODULE(DIRECTKV_MODULE_NAME, m) {
   m.def("cpu_workspace_bytes", &directkv::cpu::attend_workspace_bytes, py::arg("batch"),
         py::arg("query_tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("head_dim"),
         py::arg("max_pages"), "Bytes of the workspace result of attend on the CPU.");
-  m.def("cuda_workspace_bytes", &directkv::cuda::attend_workspace_bytes, py::arg("itemsize"),
+  m.def("cuda_workspace_bytes", &directkv::cuda::workspace_bytes, py::arg("itemsize"),
         py::arg("batch"), py::arg("query_tokens"), py::arg("query_heads"), py::arg("kv_heads"),
-        py::arg("head_dim"), py::arg("capacity"), "The same on CUDA; capacity in tokens.");
+        py::arg("head_dim"), py::arg("page_size"), py::arg("max_pages"), py::arg("host"),
+        "The same on CUDA.");
   m.def("register_buffer", [](uintptr_t address, size_t bytes) {
     directkv::register_buffer(reinterpret_cast<const void*>(address), bytes);
   });

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "attend_instances.h"
+#include "chunk.h"
 #include "kernels.h"
 #include "merge.cuh"
 
@@ -69,6 +70,17 @@ bool too_much_work(const AttendParams& p, const AttendPlan& plan, int tile) {
   return work > INT32_MAX || stored > INT32_MAX;
 }
 
+#if DIRECTKV_SM90A
+// More query rows than one CTA holds, where the GPU has what the chunk kernel needs. In device
+// memory only if its CTAs, one for every 128 query rows, fill half of the GPU: they do not share a
+// row.
+bool use_chunks(const AttendParams& p, const ChunkPlan& plan, const DeviceLimits& limits) {
+  if (!plan.used || !limits.warpgroups) return false;
+  const int64_t units = int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks;
+  return p.pages_on_host || 2 * units >= limits.sm_count;
+}
+#endif
+
 }  // namespace
 
 bool attend_supported(DType dtype, int head_dim) { return find_attend(dtype, head_dim) != nullptr; }
@@ -84,6 +96,13 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   }
   const int item = itemsize(layout.dtype), tile = tile_tokens(item, layout.head_dim);
   const DeviceLimits& limits = device_limits();
+#if DIRECTKV_SM90A
+  const ChunkPlan chunk = make_chunk_plan(
+      item, p.cache.batch, p.query_tokens, p.query_heads, layout.kv_heads, layout.head_dim,
+      layout.page_size, p.cache.max_pages,
+      p.ring_slot_bytes > 0 ? std::min(p.ring_slot_bytes, kRingSlotBytes) : kRingSlotBytes);
+  if (use_chunks(p, chunk, limits)) return attend_chunk(p, chunk, limits, stream);
+#endif
   const bool wide = p.pages_on_host && limits.shared_per_block >= kWideShared;
   const AttendPlan plan =
       make_attend_plan(item, p.cache.batch, p.query_tokens, p.query_heads, layout.kv_heads,

@@ -11,7 +11,8 @@ namespace directkv::cuda {
 const DeviceLimits& device_limits() {
   // A part with bulk copies, or a small one without.
   constexpr int kShared = DIRECTKV_BULK_COPIES ? 228 * 1024 : 100 * 1024;
-  static const DeviceLimits limits = {4, kShared, kShared - 1024, DIRECTKV_BULK_COPIES != 0, false};
+  static const DeviceLimits limits = {
+      4, kShared, kShared - 1024, DIRECTKV_BULK_COPIES != 0, DIRECTKV_BULK_COPIES != 0, false};
   return limits;
 }
 
@@ -40,6 +41,8 @@ DeviceLimits ask(int device) {
           attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
           attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 && compiled_for_bulk_copies(),
+          DIRECTKV_SM90A && attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 &&
+              attribute(cudaDevAttrComputeCapabilityMinor, device) == 0,
           attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, device) != 0};
 }
 

@@ -7,6 +7,7 @@ struct DeviceLimits {
   int sm_count;
   int shared_per_sm, shared_per_block;  // bytes
   bool bulk_copies;    // compute capability 9.0 and later, and kernels compiled for it
+  bool warpgroups;     // compute capability 9.0 itself, and the build has kernels for it
   bool coherent_link;  // NVLink-C2C: the GPU reaches pageable host memory through the CPU's tables
 };
 

@@ -32,12 +32,15 @@ struct QueryRows {
 
   __device__ __forceinline__ QueryRows(const AttendParams& p, const AttendGrid& grid,
                                        const Segment& s)
+      : QueryRows(p, grid.inverse_group, s.b, s.k, s.unit.token_begin, s.unit.tokens) {}
+  __device__ __forceinline__ QueryRows(const AttendParams& p, float inverse_group_, int b, int k,
+                                       int token_begin_, int tokens)
       : group(p.query_heads / p.cache.layout.kv_heads),
         heads(p.query_heads),
-        token_begin(s.unit.token_begin),
-        inverse_group(grid.inverse_group) {
-    count = s.unit.tokens * group;
-    first = int64_t{s.b} * p.query_tokens * heads + int64_t{s.k} * group;
+        token_begin(token_begin_),
+        inverse_group(inverse_group_) {
+    count = tokens * group;
+    first = int64_t{b} * p.query_tokens * heads + int64_t{k} * group;
   }
   // r / G: exact, r is at most a few hundred.
   __device__ __forceinline__ int in_block(int r) const {

@@ -77,8 +77,31 @@ inline void prefetch_map(const TileMap*) {}
 
 #endif
 
+// Copies kTokens new tokens of one KV head, from `token` on, keys or values; completes on the
+// barrier. `span`: the head's first span among those of a token. Tokens beyond the last are zeros.
+#if defined(DIRECTKV_EMULATE_CUDA)
+using TokenMap = emulation::TokenMap;
+using emulation::copy_tokens;
+#else
+using TokenMap = CUtensorMap;
+#if DIRECTKV_BULK_COPIES
+__device__ __forceinline__ void copy_tokens(void* shared, const TokenMap* map, int token, int span,
+                                            int row, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(0), "r"(token), "r"(span), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+#endif
+#endif
+
 // The map of a cache of `tiles` tiles (L * P * K) at `pages`, in host or device memory.
 cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pages, int64_t tiles,
                           const CopyBox& box);
+
+// The map of new tokens [B, T, K, H], of which a copy brings `box_tokens` of one head.
+cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* tokens, int batch,
+                           int count, int box_tokens);
 
 }  // namespace directkv::cuda

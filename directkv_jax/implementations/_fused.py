@@ -75,7 +75,6 @@ def qkv_attend(x, weights: Weights, turns, pages, rows: Rows, options: Options, 
 @functools.lru_cache(maxsize=256)
 def _call(options: Options, norms: Norms):
     """qkv_attend as a function of arrays only; vmap of it is refused by name."""
-    layout = options.storage.layout
 
     @jax.custom_batching.custom_vmap
     def call(x, cos, sin, kernel, bias, query_norm, key_norm, pages, page_table, *rest):
@@ -85,7 +84,7 @@ def _call(options: Options, norms: Norms):
         query = jax.ShapeDtypeStruct(query_shape, x.dtype)
         fresh = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), x.dtype)
         lse_like = jax.ShapeDtypeStruct(query_shape[:3], jnp.float32)
-        size = workspace_bytes("cuda", query, page_table, layout)
+        size = workspace_bytes("cuda", query, page_table, options.storage)
         workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
         out, lse, _, key, value, _ = jax.ffi.ffi_call(
             _native.QKV_ATTEND, (query, lse_like, query, fresh, fresh, workspace)

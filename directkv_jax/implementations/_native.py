@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from directkv_jax import _native
-from directkv_jax._layout import PageLayout
 from directkv_jax._platform import compiling_ahead
 from directkv_jax.implementations._base import Options, Request, Rows, Storage
 
@@ -74,9 +73,10 @@ def attributes(storage: Storage) -> dict[str, np.int32]:
     }
 
 
-def workspace_bytes(platform: str, query, page_table, layout: PageLayout) -> int:
+def workspace_bytes(platform: str, query, page_table, storage: Storage) -> int:
     """Bytes of the workspace that an attend returns besides its results."""
     batch, tokens, heads, dim = query.shape
+    layout = storage.layout
     sizes = (batch, tokens, heads, layout.num_kv_heads, dim)
     max_pages = page_table.shape[1]
     for module in map(_native.load, ("cuda", "cpu")):
@@ -84,8 +84,8 @@ def workspace_bytes(platform: str, query, page_table, layout: PageLayout) -> int
             continue  # plain arithmetic on shapes, the same in both modules
         if platform == "cpu":
             return max(1, module.cpu_workspace_bytes(*sizes, max_pages))
-        capacity = max_pages * layout.page_size
-        return max(1, module.cuda_workspace_bytes(layout.dtype.itemsize, *sizes, capacity))
+        pages = (layout.page_size, max_pages, storage.host)
+        return max(1, module.cuda_workspace_bytes(layout.dtype.itemsize, *sizes, *pages))
     raise NotImplementedError("No native module is installed.")
 
 
@@ -99,7 +99,7 @@ def _attend_call(options: Options, platform: str):
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
             jax.ShapeDtypeStruct(
-                (workspace_bytes(platform, query, page_table, options.storage.layout),), jnp.uint8
+                (workspace_bytes(platform, query, page_table, options.storage),), jnp.uint8
             ),
         )
         out, lse, _ = jax.ffi.ffi_call(_native.ATTEND, results)(

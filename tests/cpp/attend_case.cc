@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "../../csrc/cpu/attend_plan.h"
-#include "../../csrc/cuda/attend_plan.h"
+#include "../../csrc/cuda/chunk_plan.h"
 
 namespace directkv::test {
 
@@ -59,8 +59,8 @@ AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector
   workspace.resize(
       std::max(cpu::attend_workspace_bytes(s.batch, s.query_tokens, s.heads(), s.kv_heads,
                                            s.head_dim, s.max_pages),
-               cuda::attend_workspace_bytes(itemsize(s.dtype), s.batch, s.query_tokens, s.heads(),
-                                            s.kv_heads, s.head_dim, s.capacity())) /
+               cuda::workspace_bytes(itemsize(s.dtype), s.batch, s.query_tokens, s.heads(),
+                                     s.kv_heads, s.head_dim, s.page_size, s.max_pages, true)) /
       4);
   poison_outputs();
 }

@@ -18,7 +18,7 @@ struct Shape {
   float scale = 0.0f;  // 0: 1/sqrt(H)
   float soft_cap = 0.0f;
   int window_left = -1;
-  int num_ctas = 0;  // CUDA
+  int num_ctas = 0, ring_slot_bytes = 0;  // CUDA
 
   int heads() const { return kv_heads * group; }
   int capacity() const { return max_pages * page_size; }

@@ -10,6 +10,7 @@ set(_cuda_includes ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 add_executable(directkv_cuda_tests
   ${_tests}/attend_case.cc
   ${_tests}/cuda_attend_test.cc
+  ${_tests}/cuda_chunk_test.cc
   ${_tests}/cuda_device_case.cc
   ${_tests}/cuda_graph_test.cc
   ${_tests}/cuda_main.cc
@@ -31,8 +32,8 @@ endforeach()
 
 # The kernels' own sources, by the host compiler.
 set(_emulated_kernels)
-foreach(name append attend attend_bf16 attend_f16 attend_f32 device_limits page_copy project
-             tile_map)
+foreach(name append attend attend_bf16 attend_f16 attend_f32 chunk device_limits page_copy
+             project tile_map)
   set(_copy ${CMAKE_CURRENT_BINARY_DIR}/emulated/${name}.cc)
   file(CONFIGURE OUTPUT ${_copy} CONTENT "#include \"cuda/${name}.cu\"\n")
   list(APPEND _emulated_kernels ${_copy})
@@ -43,13 +44,15 @@ foreach(part "" _sm80)
     ${_emulated_kernels}
     ${_tests}/attend_case.cc
     ${_tests}/cuda_attend_test.cc
+    ${_tests}/cuda_chunk_test.cc
     ${_tests}/cuda_device_case.cc
     ${_tests}/cuda_emulation.cc
     ${_tests}/cuda_main.cc
     ${_tests}/cuda_pages_test.cc
     ${_tests}/cuda_project_test.cc)
   target_compile_features(directkv_cuda_emulated_tests${part} PRIVATE cxx_std_17)
-  target_compile_definitions(directkv_cuda_emulated_tests${part} PRIVATE DIRECTKV_EMULATE_CUDA)
+  target_compile_definitions(directkv_cuda_emulated_tests${part} PRIVATE
+    DIRECTKV_EMULATE_CUDA DIRECTKV_SM90A=1)
   target_include_directories(directkv_cuda_emulated_tests${part} PRIVATE ${_tests} ${_kernels})
   target_include_directories(directkv_cuda_emulated_tests${part} SYSTEM PRIVATE ${_cuda_includes})
   # They carry pragmas of nvcc.

@@ -138,6 +138,7 @@ AttendParams DeviceCase::params() const {
   p.lse = static_cast<float*>(lse_.get());
   p.workspace = workspace_.get();
   p.num_ctas = case_.shape.num_ctas;
+  p.ring_slot_bytes = case_.shape.ring_slot_bytes;
   p.pages_on_host = placement_ != Placement::kDevice;
   return p;
 }

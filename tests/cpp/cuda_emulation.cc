@@ -319,6 +319,24 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
       }
 }
 
+void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row,
+                 Barrier* barrier) {
+  if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("misaligned bulk copy");
+  if (token < 0 || row < 0 || row >= map->batch || (span + 1) * 128 > map->token_bytes)
+    fail("a bulk copy of tokens leaves its array");
+  static const unsigned char zeros[16] = {};
+  for (int s = 0; s < map->head_bytes / 128; ++s)
+    for (int t = 0; t < map->box_tokens; ++t)
+      for (int i = 0; i < 8; ++i) {
+        const unsigned char* const from =
+            map->tokens + (int64_t{row} * map->count + token + t) * map->token_bytes +
+            (span + s) * 128 + 16 * i;
+        auto* const line = static_cast<unsigned char*>(shared) + (s * map->box_tokens + t) * 128;
+        start(find(barrier).copies, line + 16 * (i ^ t % 8), token + t < map->count ? from : zeros,
+              16);
+      }
+}
+
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_blocks,
               const std::function<void()>& body) {
   threads_in_block = threads;

@@ -78,6 +78,11 @@ struct TileMap {
   int64_t tiles;
   int span_bytes, box_tokens, box_spans;
 };
+struct TokenMap {
+  const unsigned char* tokens;
+  int batch, count, token_bytes, head_bytes, box_tokens;
+};
+void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row, Barrier* barrier);
 void copy_run(void* shared, const void* global, int bytes, Barrier* barrier);
 void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier);
 
