@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from directkv_jax import QKVProjection
 from directkv_jax.models.config import LlamaConfig
 from directkv_jax.models.llama import Llama
 from directkv_jax.models.tokenizer import Tokenizer
@@ -58,41 +59,66 @@ def build(checkpoint: Checkpoint, dtype, *, progress: bool = True) -> Llama:
     """
     abstract = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    wanted = {_hf_name(path): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    wanted = [_Parameter(path, variable) for path, variable in nnx.to_flat_state(state)]
     _check(checkpoint, wanted)
     filled = []
     with _bar(checkpoint, wanted, progress) as bar:
-        for name, (path, variable) in wanted.items():
-            transpose = path[-1] == "kernel"
-            raw = checkpoint.tensors[name].read()
-            value = _place(jax.device_put(raw), transpose, variable.get_value().dtype)
-            filled.append((path, variable.replace(value)))
+        for parameter in wanted:
+            value = _place(
+                [jax.device_put(checkpoint.tensors[name].read()) for name in parameter.sources],
+                parameter.path[-1] == "kernel",
+                parameter.shape,
+                parameter.dtype,
+            )
+            filled.append((parameter.path, parameter.variable.replace(value)))
             bar.update(value.nbytes)
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _place(raw: jax.Array, transpose: bool, dtype) -> jax.Array:
+class _Parameter:
+    """A parameter of the model, and the tensors of a file that it is made of.
+
+    Attributes:
+      path: in the model.
+      variable: the abstract `nnx.Param`.
+      sources: shape in the file, by Hugging Face name.
+    """
+
+    def __init__(self, path: tuple, variable):
+        self.path, self.variable = path, variable
+        value = variable.get_value()
+        self.shape, self.dtype = tuple(value.shape), value.dtype
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        *modules, leaf = map(str, path)
+        kind = "bias" if leaf == "bias" else "weight"
+        prefix = "" if modules[0] == "lm_head" else "model."
+        if modules[-1] != "qkv_proj":
+            shape = self.shape[::-1] if leaf == "kernel" else self.shape
+            self.sources = {f"{prefix}{'.'.join(modules)}.{kind}": shape}
+            return
+        *inputs, kv_heads, parts, head_dim = self.shape
+        names = (f"{prefix}{'.'.join(modules[:-1])}.{letter}_proj.{kind}" for letter in "qkv")
+        heads = (kv_heads * (parts - 2), kv_heads, kv_heads)
+        self.sources = {name: (n * head_dim, *inputs) for name, n in zip(names, heads, strict=True)}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _place(raw: list[jax.Array], transpose: bool, shape: tuple[int, ...], dtype) -> jax.Array:
     # Flax kernels are [in, out]. Transposing on the device is cheaper than in NumPy.
-    return (raw.T if transpose else raw).astype(dtype)
+    raw = [(array.T if transpose else array).astype(dtype) for array in raw]
+    if len(raw) == 1:
+        return raw[0]
+    # A bias is packed as the kernel of a single input.
+    heads = [array.reshape(-1, array.shape[-1] // shape[-1], shape[-1]) for array in raw]
+    return QKVProjection.pack(*heads).kernel.reshape(shape)
 
 
-def _hf_name(path: tuple) -> str:
-    kinds = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
-    name = ".".join(map(str, (*path[:-1], kinds[path[-1]])))
-    return name if path[0] == "lm_head" else f"model.{name}"
-
-
-def _file_shape(path: tuple, variable) -> tuple[int, ...]:
-    shape = tuple(variable.get_value().shape)
-    return shape[::-1] if path[-1] == "kernel" else shape
-
-
-def _check(checkpoint: Checkpoint, wanted: dict[str, Any]) -> None:
+def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
     tied = checkpoint.config.tie_word_embeddings
+    shapes = {name: shape for each in wanted for name, shape in each.sources.items()}
     missing, mis_shaped = [], []
-    for name, (path, variable) in wanted.items():
-        shape, shown = _file_shape(path, variable), checkpoint.names(name)
+    for name, shape in shapes.items():
+        shown = checkpoint.names(name)
         if name not in checkpoint.tensors:
             missing.append(f"missing: `{shown}`, expected shape {shape}")
         elif (got := checkpoint.tensors[name].shape) != shape:
@@ -100,7 +126,7 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Any]) -> None:
     unexpected = [
         f"unexpected: `{checkpoint.names(name)}`, got shape {tensor.shape}"
         for name, tensor in checkpoint.tensors.items()
-        if name not in wanted
+        if name not in shapes
         and not name.endswith("rotary_emb.inv_freq")  # recomputed; old checkpoints store it
         and not (tied and name == "lm_head.weight")  # a copy of the embedding
     ]
@@ -119,12 +145,11 @@ def _shortened(lines: list[str]) -> Iterator[str]:
         yield f"{lines[0].split(':')[0]}: and {len(lines) - _LISTED} more"
 
 
-def _bar(checkpoint: Checkpoint, wanted: dict[str, Any], progress: bool):
+def _bar(checkpoint: Checkpoint, wanted: list[_Parameter], progress: bool):
     from tqdm import tqdm
 
-    sizes = (variable.get_value() for _, variable in wanted.values())
     return tqdm(
-        total=sum(math.prod(value.shape) * value.dtype.itemsize for value in sizes),
+        total=sum(parameter.nbytes for parameter in wanted),
         desc=f"loading {checkpoint.path.name}",
         unit="B",
         unit_scale=True,

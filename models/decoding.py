@@ -1,18 +1,18 @@
-"""The compiled pieces of generation: prefill layer by layer, a decode step, a loop of steps."""
+"""The compiled pieces of generation: the prompts, a decode step, a loop of steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from directkv_jax import KVCache
-from directkv_jax.models.llama import Llama, last_token
-from directkv_jax.models.prefill import prompt_attention
+from directkv_jax.models.graph import split
+from directkv_jax.models.llama import Llama
+from directkv_jax.models.reading import PromptReader
 from directkv_jax.models.sampling import Sampling, sample
 
 NOTHING = -1  # in place of a token: the row had stopped, or its token did not fit
@@ -93,22 +93,6 @@ def _choose(logits: jax.Array, state: DecodeState, sampling: Sampling):
     return dataclasses.replace(state, tokens=tokens, count=count, done=done), chosen
 
 
-class _Graph:
-    """A graphdef as a static argument. Hashing one anew takes milliseconds, for each token."""
-
-    def __init__(self, graphdef):
-        self.graphdef, self._hash = graphdef, hash(graphdef)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, _Graph) and self.graphdef == other.graphdef
-
-    def merge(self, params):
-        return nnx.merge(self.graphdef, params)
-
-
 # The jitted forms. Parameters are an argument of their own: they are not donated. The cache is, or
 # it would be copied. So is what else a step carries on: if results lie where the operands lay, no
 # address of a step changes, and XLA replays its CUDA graph without capturing it anew.
@@ -129,25 +113,9 @@ def _loop(graph, params, cache, state, *, steps, sampling, implementation):
     )
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _embed(graph, params, tokens):
-    model = graph.merge(params)
-    start = jnp.zeros(tokens.shape[:1], jnp.int32)
-    return model.embed_tokens(tokens), model.rotations(start, tokens.shape[1])
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "implementation"), donate_argnames="cache")
-def _prefill_layer(graph, params, x, rotation, cache, layer, lengths, *, implementation):
-    attention = functools.partial(
-        prompt_attention, query_seq_lengths=lengths, implementation=implementation
-    )
-    return graph.merge(params)(x, rotation, cache, layer, attention)
-
-
 @functools.partial(jax.jit, static_argnames=("graph", "sampling"))
-def _first(graph, params, x, lengths, state, *, sampling):
-    logits = graph.merge(params).logits(last_token(x, lengths))
-    return _choose(logits, state, sampling)
+def _first(graph, params, x, state, *, sampling):
+    return _choose(graph.merge(params).logits(x), state, sampling)
 
 
 class Decoder:
@@ -160,17 +128,18 @@ class Decoder:
     """
 
     def __init__(self, model: Llama, sampling: Sampling, implementation: str | None = None):
-        self._model = _split(model)
-        self._layers = [_split(layer) for layer in model.layers]
+        self._model = split(model)
+        self._reader = PromptReader(model, implementation)
         self._sampling = {"sampling": sampling}
         self._implementation = {"implementation": implementation}
 
-    def compile(self, tokens, lengths, cache: KVCache, state: DecodeState, loop_steps: int = 0):
-        """Compiles what the calls below will need for these shapes; runs none of it."""
-        x, rotation = _embed(*self._model, tokens)
-        first_layer = (*self._layers[0], x, rotation, cache, jnp.int32(0), lengths)
-        _prefill_layer.lower(*first_layer, **self._implementation).compile()
-        _first.lower(*self._model, x, lengths, state, **self._sampling).compile()
+    def compile(
+        self, tokens, lengths, chunks: Sequence[int], cache: KVCache, state: DecodeState,
+        loop_steps: int = 0,
+    ) -> None:  # fmt: skip
+        """Compiles what the calls below will need for these shapes; runs no layer."""
+        last = self._reader.compile(tokens, lengths, chunks, cache)
+        _first.lower(*self._model, last, state, **self._sampling).compile()
         options = {**self._sampling, **self._implementation}
         if loop_steps:
             _loop.lower(*self._model, cache, state, steps=loop_steps, **options).compile()
@@ -178,25 +147,13 @@ class Decoder:
             _step.lower(*self._model, cache, state, **options).compile()
 
     def prefill(
-        self, tokens, lengths, cache: KVCache, state: DecodeState,
-        on_layer: Callable[[int, int], None] | None = None,
+        self, tokens, lengths, chunks: Sequence[int], cache: KVCache, state: DecodeState,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
-        """Reads padded prompts int32[B, T] into an empty cache and chooses the first tokens.
-
-        One layer is compiled and called L times: a bucket costs the compilation of one layer, and
-        progress can be told. Consumes `cache`.
-        """
-        x, rotation = _embed(*self._model, tokens)
-        for index, layer in enumerate(self._layers):
-            before = x
-            x, cache = _prefill_layer(
-                *layer, x, rotation, cache, jnp.int32(index), lengths, **self._implementation
-            )
-            if on_layer:
-                before.block_until_ready()  # what is done, not what is queued; one layer stays so
-                on_layer(index, len(self._layers))
-        state, chosen = _first(*self._model, x, lengths, state, **self._sampling)
-        return cache.advance(lengths), state, chosen
+        """`PromptReader.read`, and the first tokens. Consumes `cache`."""
+        last, cache = self._reader.read(tokens, lengths, chunks, cache, on_progress)
+        state, chosen = _first(*self._model, last, state, **self._sampling)
+        return cache, state, chosen
 
     def step(self, cache: KVCache, state: DecodeState):
         """`decode_step`, compiled. Consumes `cache` and `state`."""
@@ -206,8 +163,3 @@ class Decoder:
         """`decode_loop`, compiled for `steps`. Consumes `cache`."""
         options = {**self._sampling, **self._implementation}
         return _loop(*self._model, cache, state, steps=steps, **options)
-
-
-def _split(module: nnx.Module):
-    graphdef, params = nnx.split(module)
-    return _Graph(graphdef), params

@@ -14,9 +14,10 @@ import numpy as np
 from directkv_jax import KVCache, memory
 from directkv_jax.models.decoding import NOTHING, Decoder, DecodeState
 from directkv_jax.models.llama import Llama
-from directkv_jax.models.request import Options, Prompts, Request, bucket, prepare
+from directkv_jax.models.request import Options, Prompts, Request, prepare
 from directkv_jax.models.result import Collector, Generation, Piece, Stats
 from directkv_jax.models.sampling import row_keys
+from directkv_jax.models.sizes import bucket
 from directkv_jax.models.tokenizer import Tokenizer
 
 
@@ -70,8 +71,9 @@ def stream(
 ) -> Generator[Piece | Generation, None, None]:
     """Yields a `Piece` for every bit of text as it comes, and a `Generation` at the end.
 
-    Only the bucket of the prompts (a power of two), the batch, the size of the cache and `sampling`
-    are compiled in: no step compiles again. The cache is freed when the iterator ends or is closed.
+    Only the sizes of the chunks that the prompts are read in (the last one is a power of two), the
+    batch, the size of the cache and `sampling` are compiled in: no step compiles again. The cache
+    is freed when the iterator ends or is closed.
 
     Args:
       model: from `load`.
@@ -120,6 +122,8 @@ def _run(
     yield collector.result(
         Stats(
             prompt_tokens=int(request.lengths.sum()),
+            prefill_chunk=request.chunks[0],
+            prefill_chunks=len(request.chunks),
             new_tokens=collector.count,
             compile_s=clock.compiled - clock.start,
             ttft_s=clock.first - clock.compiled,
@@ -140,13 +144,15 @@ def _decode(
         tokens, lengths, state = jax.device_put(inputs, memory.beside(cache.pages))
         options, clock.start = request.options, time.perf_counter()
         loop_steps = bucket(options.max_new_tokens) if while_loop else 0
-        decoder.compile(tokens, lengths, cache, state, loop_steps)
+        prompts = (tokens, lengths, request.chunks)
+        decoder.compile(*prompts, cache, state, loop_steps)
         clock.compiled = time.perf_counter()
-        cache, state, chosen = decoder.prefill(tokens, lengths, cache, state, options.on_progress)
+        cache, state, chosen = decoder.prefill(*prompts, cache, state, options.on_progress)
         first = np.asarray(chosen)
         clock.first = time.perf_counter()
         if options.on_progress:
-            options.on_progress(cache.num_layers, cache.num_layers)
+            total = len(request.chunks) * cache.num_layers
+            options.on_progress(total, total)
         yield first
 
         if while_loop:

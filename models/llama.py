@@ -16,35 +16,43 @@ from flax import nnx
 import directkv_jax
 from directkv_jax.models.config import LlamaConfig
 from directkv_jax.models.prefill import prompt_attention
-from directkv_jax.rope import rotate
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# (query [B,T,N,H], key [B,T,K,H], value [B,T,K,H], cache, layer=int) -> (out [B,T,N,H], cache)
+# (x [B,T,D], projection, cache, layer=int) -> (out [B,T,N,H], cache with keys and values of x)
 AttentionFn = Callable[..., tuple[jax.Array, directkv_jax.KVCache]]
 
 
-class Attention(nnx.Module):
-    """Projections and rotary embedding around an attention that also stores keys and values."""
+class QKV(nnx.Module):
+    """The projections to queries, keys and values as one packed `directkv_jax.QKVProjection`."""
 
     def __init__(self, config: LlamaConfig, *, dtype, rngs: nnx.Rngs):
-        linear = _linear(config.attention_bias, dtype, rngs)
-        self.head_dim = config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = linear(config.hidden_size, heads * self.head_dim)
-        self.k_proj = linear(config.hidden_size, kv_heads * self.head_dim)
-        self.v_proj = linear(config.hidden_size, kv_heads * self.head_dim)
-        self.o_proj = linear(heads * self.head_dim, config.hidden_size)
+        kv_heads = config.num_key_value_heads
+        parts = config.num_attention_heads // kv_heads + 2
+        shape = (config.hidden_size, kv_heads, parts, config.head_dim)
+        # The statistics of nnx.Linear, whose kernels are [inputs, outputs].
+        init = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2, 3))
+        self.kernel = nnx.Param(init(rngs.params(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[1:], dtype)) if config.attention_bias else None
 
-    def __call__(self, x, rotation, cache, layer, attention: AttentionFn):
+    def __call__(self) -> directkv_jax.QKVProjection:
+        """The parameters: kernel [D,K,G+2,H], and bias [K,G+2,H] or None."""
+        return directkv_jax.QKVProjection(
+            self.kernel[...], None if self.bias is None else self.bias[...]
+        )
+
+
+class Attention(nnx.Module):
+    """Projections around an attention that also stores keys and values."""
+
+    def __init__(self, config: LlamaConfig, *, dtype, rngs: nnx.Rngs):
+        width = config.num_attention_heads * config.head_dim
+        self.qkv_proj = QKV(config, dtype=dtype, rngs=rngs)
+        self.o_proj = _linear(config.attention_bias, dtype, rngs)(width, config.hidden_size)
+
+    def __call__(self, x, cache, layer, attention: AttentionFn):
         """x [B,T,D] -> (attention [B,T,D], cache with the keys and values of this layer)."""
-
-        def split(y):
-            return y.reshape(*y.shape[:2], -1, self.head_dim)
-
-        query = rotate(split(self.q_proj(x)), rotation)
-        key = rotate(split(self.k_proj(x)), rotation)
-        out, cache = attention(query, key, split(self.v_proj(x)), cache, layer=layer)
+        out, cache = attention(x, self.qkv_proj(), cache, layer=layer)
         return self.o_proj(out.reshape(*x.shape[:2], -1)), cache
 
 
@@ -71,10 +79,9 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = _norm(config, dtype, rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, rotation, cache, layer, attention: AttentionFn):
+    def __call__(self, x, cache, layer, attention: AttentionFn):
         """x [B,T,D] -> (x [B,T,D], cache with the tokens of this layer stored)."""
-        normed = self.input_layernorm(x)
-        y, cache = self.self_attn(normed, rotation, cache, layer, attention)
+        y, cache = self.self_attn(self.input_layernorm(x), cache, layer, attention)
         x = x + y
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
@@ -117,31 +124,61 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens, cache, query_seq_lengths=None, *, implementation: str | None = None
     ) -> tuple[jax.Array, directkv_jax.KVCache]:
-        """Decodes T new tokens for each row: attends to the cache and to each other, causally.
+        """Reads T new tokens of each row: they attend to the cache and to each other, causally.
+
+        One token at a time this decodes; chunk by chunk it reads a prompt (`read`).
 
         Args:
           tokens: int32[B, T].
           cache: the keys and values of everything before. Under jit, donate it.
           query_seq_lengths: int32[B], how many of the T are valid; 0 leaves a row as it is.
-          implementation: of `directkv_jax.decode_attention`.
+          implementation: of `directkv_jax.qkv_attention`.
 
         Returns:
           (float32 logits [B, T, vocabulary], the cache advanced by the valid tokens).
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `directkv_jax.qkv_attention`.
         """
-        if query_seq_lengths is None:
-            query_seq_lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-        attention = functools.partial(
-            directkv_jax.decode_attention,
-            query_seq_lengths=query_seq_lengths,
-            implementation=implementation,
-        )
-        x, cache = self.hidden(tokens, cache.lengths, cache, attention)
-        return self.logits(x), cache.advance(query_seq_lengths)
+        lengths = _lengths(tokens, query_seq_lengths)
+        x, cache = self._read(directkv_jax.qkv_attention, tokens, cache, lengths, implementation)
+        return self.logits(x), cache
+
+    def read(
+        self, tokens, cache, query_seq_lengths=None, *, implementation: str | None = None
+    ) -> tuple[jax.Array, directkv_jax.KVCache]:
+        """Calls the model for what follows its last valid token alone.
+
+        So a prompt is read in chunks, with device memory for one chunk whatever its length::
+
+          for start in range(0, tokens.shape[1], chunk):
+              valid = jnp.clip(lengths - start, 0, chunk)
+              new, cache = read(params, tokens[:, start : start + chunk], cache, valid)
+              logits = jnp.where(valid[:, None] > 0, new, logits)
+
+        where `read` is this method under jit with `cache` donated.
+
+        Args:
+          tokens: as the call of the model.
+          cache: as there.
+          query_seq_lengths: as there.
+          implementation: as there.
+
+        Returns:
+          (float32 logits [B, vocabulary] after the last valid token, the cache advanced). Those of
+          a row without valid tokens mean nothing.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `directkv_jax.qkv_attention`.
+        """
+        lengths = _lengths(tokens, query_seq_lengths)
+        x, cache = self._read(directkv_jax.qkv_attention, tokens, cache, lengths, implementation)
+        return self.logits(last_token(x, lengths)), cache
 
     def prefill(
         self, tokens, cache, query_seq_lengths, *, implementation: str | None = None
     ) -> tuple[jax.Array, directkv_jax.KVCache]:
-        """Reads whole prompts into an empty cache, attending on the device.
+        """Reads whole prompts into an empty cache at once, attending on the device.
 
         Args:
           tokens: int32[B, T], padded at the end.
@@ -151,25 +188,29 @@ class Llama(nnx.Module):
 
         Returns:
           (float32 logits [B, vocabulary] after the last valid token, the cache advanced).
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `directkv_jax.append`.
         """
+        x, cache = self._read(prompt_attention, tokens, cache, query_seq_lengths, implementation)
+        return self.logits(last_token(x, query_seq_lengths)), cache
+
+    def _read(self, attend, tokens, cache, lengths, implementation):
         attention = functools.partial(
-            prompt_attention, query_seq_lengths=query_seq_lengths, implementation=implementation
+            attend,
+            rope=self.config.rope,
+            query_seq_lengths=lengths,
+            implementation=implementation,
         )
-        start = jnp.zeros_like(query_seq_lengths)
-        x, cache = self.hidden(tokens, start, cache, attention)
-        return self.logits(last_token(x, query_seq_lengths)), cache.advance(query_seq_lengths)
+        x, cache = self.hidden(tokens, cache, attention)
+        return x, cache.advance(lengths)
 
-    def hidden(self, tokens, start, cache, attention: AttentionFn):
-        """All layers, unrolled: tokens [B,T] at positions from `start` int32[B] -> x [B,T,D]."""
-        x, rotation = self.embed_tokens(tokens), self.rotations(start, tokens.shape[1])
+    def hidden(self, tokens, cache, attention: AttentionFn):
+        """All layers, unrolled: tokens [B,T] -> (x [B,T,D], cache)."""
+        x = self.embed_tokens(tokens)
         for index, layer in enumerate(self.layers):
-            x, cache = layer(x, rotation, cache, index, attention)
+            x, cache = layer(x, cache, index, attention)
         return x, cache
-
-    def rotations(self, start, num_tokens: int):
-        """(cos, sin) of positions start .. start + T - 1."""
-        positions = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-        return self.config.rope.rotations(positions)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Final norm and output projection, [..., D] -> float32[..., vocabulary]."""
@@ -192,6 +233,12 @@ class Llama(nnx.Module):
             dtype=self.dtype,
             **options,
         )
+
+
+def _lengths(tokens, query_seq_lengths):
+    if query_seq_lengths is None:
+        return jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+    return query_seq_lengths
 
 
 def last_token(x: jax.Array, lengths: jax.Array) -> jax.Array:

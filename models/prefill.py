@@ -13,22 +13,32 @@ QUERY_BLOCK = 512
 
 
 def prompt_attention(
-    query, key, value, cache, *, layer, query_seq_lengths, implementation: str | None = None
+    x,
+    projection: directkv_jax.QKVProjection,
+    cache,
+    *,
+    layer,
+    rope: directkv_jax.RoPE | None,
+    query_seq_lengths,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, directkv_jax.KVCache]:
-    """Causal attention of ragged prompts that begin an empty cache, then `append`.
+    """`directkv_jax.qkv_attention` of ragged prompts that begin an empty cache.
 
     Args:
-      query: [B, T, N, H].
-      key: [B, T, K, H].
-      value: [B, T, K, H].
-      cache: receives key and value of the valid tokens; nothing of it is read.
+      x: [B, T, D].
+      projection: to queries, keys and values.
+      cache: receives keys and values of the valid tokens; nothing of it is read.
       layer: where in the cache.
+      rope: the rotary embedding; the prompts begin at position 0.
       query_seq_lengths: int32[B], the valid tokens of each row. Outputs beyond are unspecified.
       implementation: of `directkv_jax.append`.
 
     Returns:
-      (out [B, T, N, H], cache); lengths are unchanged.
+      (out [B, T, N, H] in the dtype of the cache, cache); lengths are unchanged.
     """
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    parts = projection(x, positions, rope)
+    query, key, value = (part.astype(cache.dtype) for part in parts)
     out = causal_attention(query, key, value, query_seq_lengths)
     cache = directkv_jax.append(
         cache,

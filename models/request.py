@@ -11,16 +11,13 @@ import numpy as np
 
 from directkv_jax.models.llama import Llama
 from directkv_jax.models.sampling import GREEDY, Sampling
+from directkv_jax.models.sizes import capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
-# Called with (layers of the prefill done, layers).
+# Called with (layers of the prefill done, layers), both counted over all chunks of the prompts.
 OnProgress = Callable[[int, int], None]
-
-SMALLEST_BUCKET = 16
-# Above this a power of two would waste too much memory for a cache; multiples of it are taken.
-LARGEST_DOUBLING = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +35,14 @@ class Options:
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.
       page_size: tokens per page of the cache.
-      on_progress: called with (layers done, layers) while the prompt is read.
+      prefill_chunk: tokens of each prompt that are read at once; the first ones attend on the
+        device, the later ones to the cache too. None chooses it by `prefill_bytes`. Results are the
+        same up to rounding.
+      prefill_bytes: device memory, in bytes, that the activations of one layer may take while the
+        prompts are read (`sizes.layer_bytes`): the chunk is the largest power of two within it, and
+        16 tokens if even these are not.
+      on_progress: called with (layers done, layers), both counted over all chunks, while the
+        prompts are read.
     """
 
     max_new_tokens: int = 128
@@ -49,12 +53,14 @@ class Options:
     placement: str = "host"
     implementation: str | None = None
     page_size: int = 64
+    prefill_chunk: int | None = None
+    prefill_bytes: int = 1 << 30
     on_progress: OnProgress | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_length"):
+        for name in ("max_new_tokens", "max_length", "prefill_chunk", "prefill_bytes"):
             value = getattr(self, name)
-            if name == "max_length" and value is None:
+            if name in ("max_length", "prefill_chunk") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
@@ -73,8 +79,9 @@ class Request:
     """Prompts ready for the device.
 
     Attributes:
-      tokens: int32[B, bucket], padded with 0.
+      tokens: int32[B, sum of `chunks`], padded with 0.
       lengths: int32[B], tokens of each prompt.
+      chunks: how many tokens of each prompt are read at once, chunk by chunk.
       max_length: tokens each row of the cache should hold.
       stop_tokens: what ends an answer.
       options: the rest.
@@ -82,6 +89,7 @@ class Request:
 
     tokens: np.ndarray
     lengths: np.ndarray
+    chunks: tuple[int, ...]
     max_length: int
     stop_tokens: tuple[int, ...]
     options: Options
@@ -99,25 +107,17 @@ def prepare(model: Llama, tokenizer: Tokenizer, prompts: Prompts, options: Optio
         _check_row(index, row, model.config.vocab_size, options)
     lengths = np.array([len(row) for row in rows], np.int32)
     longest = int(lengths.max())
-    tokens = np.zeros((len(rows), bucket(longest)), np.int32)
+    chunk = options.prefill_chunk or chunk_tokens(
+        model.config, model.dtype, len(rows), options.prefill_bytes
+    )
+    chunks = chunk_sizes(longest, chunk)
+    tokens = np.zeros((len(rows), sum(chunks)), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
     # The last token is chosen but never put into the cache.
     needed = options.max_length or capacity(longest + options.max_new_tokens - 1)
-    return Request(tokens, lengths, needed, tuple(map(int, stop)), options)
-
-
-def bucket(tokens: int) -> int:
-    """The next power of two, at least 16: the only length of prompts a program is compiled for."""
-    return max(SMALLEST_BUCKET, 1 << math.ceil(math.log2(max(1, tokens))))
-
-
-def capacity(tokens: int) -> int:
-    """Tokens per row of a cache that is to hold `tokens`: few different sizes, little waste."""
-    if tokens <= LARGEST_DOUBLING:
-        return bucket(tokens)
-    return math.ceil(tokens / LARGEST_DOUBLING) * LARGEST_DOUBLING
+    return Request(tokens, lengths, chunks, needed, tuple(map(int, stop)), options)
 
 
 def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:

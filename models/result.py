@@ -28,6 +28,8 @@ class Stats:
 
     Attributes:
       prompt_tokens: over all rows.
+      prefill_chunk: tokens of each prompt read at once, padding included; the last may be fewer.
+      prefill_chunks: how often that was.
       new_tokens: over all rows.
       compile_s: seconds to compile; near 0 for shapes seen before.
       ttft_s: seconds from the encoded prompt to the first tokens of all rows, compilation excluded.
@@ -37,6 +39,8 @@ class Stats:
     """
 
     prompt_tokens: int
+    prefill_chunk: int
+    prefill_chunks: int
     new_tokens: int
     compile_s: float
     ttft_s: float

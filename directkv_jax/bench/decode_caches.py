@@ -73,12 +73,13 @@ class HbmCache:
         """One step: int32 `[B, 1]` -> (float32 logits `[B, 1, vocabulary]`, the cache)."""
         keys, values = list(self.keys), list(self.values)
 
-        def attend(query, key, value, cache, *, layer):
+        def attend(x, projection, cache, *, layer):
+            query, key, value = _projected(x, projection, self.lengths, model.config.rope)
             keys[layer] = _write(keys[layer], key, self.lengths)
             values[layer] = _write(values[layer], value, self.lengths)
             return _attention(query, keys[layer], values[layer], self.lengths, attention), cache
 
-        x, _ = model.hidden(tokens, self.lengths, None, attend)
+        x, _ = model.hidden(tokens, None, attend)
         return model.logits(x), HbmCache(tuple(keys), tuple(values), self.lengths + 1)
 
     @property
@@ -123,7 +124,8 @@ class StagedCache:
         staged = {0: _to_device(host[0])}
         fresh = []
 
-        def attend(query, key, value, cache, *, layer):
+        def attend(x, projection, cache, *, layer):
+            query, key, value = _projected(x, projection, self.lengths, model.config.rope)
             if layer + 1 < layers:
                 ahead, query = jax.lax.optimization_barrier((host[layer + 1], query))
                 staged[layer + 1] = _to_device(ahead)
@@ -134,7 +136,7 @@ class StagedCache:
             )
             return _attention(query, keys, values, self.lengths, attention), cache
 
-        x, _ = model.hidden(tokens, self.lengths, None, attend)
+        x, _ = model.hidden(tokens, None, attend)
         # Writes come after every copy out of the host arrays, or they would need copies of them.
         host, fresh, x = jax.lax.optimization_barrier((host, fresh, x))
         new = jax.device_put(fresh, jax.memory.Space.Host)
@@ -190,6 +192,11 @@ def _random_chunk(batch: int, length: int, heads: int, dim: int, dtype) -> list[
 
 def _to_device(arrays) -> Any:
     return jax.device_put(arrays, jax.memory.Space.Device)
+
+
+def _projected(x, projection, lengths, rope):
+    """Query, key and value of one new token in each row, as `qkv_attention` computes them."""
+    return [part.astype(x.dtype) for part in projection(x, lengths[:, None], rope)]
 
 
 def _write(cached, new, lengths):

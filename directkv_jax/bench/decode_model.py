@@ -89,7 +89,7 @@ def _draw(kind: str, shape: tuple[int, ...], dtype: str, sharding):
     def draw(seed):
         if kind == "scale":
             return jnp.ones(shape, dtype)
-        # A kernel is [inputs, outputs] and keeps the variance of its input.
+        # A kernel is [inputs, ...outputs] and keeps the variance of its input.
         width = 0.02 if kind == "embedding" else shape[0] ** -0.5
         return width * jax.random.normal(jax.random.key(seed), shape, dtype)
 

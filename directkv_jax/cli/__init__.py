@@ -77,6 +77,14 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-length", type=int, help="tokens of prompt and answer the cache holds")
     add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     add("--page-size", type=int, default=64, help="tokens per page (default: %(default)s)")
+    add("--prefill-chunk", type=int, help="tokens of the prompt read at once (default: by bytes)")
+    add(
+        "--prefill-bytes",
+        type=size,
+        default=1 << 30,
+        metavar="BYTES",
+        help='device memory for activations while the prompt is read, as "512M" (default: 1G)',
+    )
     add("--temperature", type=float, help="0 is greedy (default: 0, or 1 with --top-k or --top-p)")
     add("--top-k", type=int, help="draw from the k most probable tokens")
     add("--top-p", type=float, help="draw from the most probable tokens that make up p")
@@ -87,6 +95,12 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights and cache (default: float32 on a CPU, else bfloat16)",
     )
     add("--json", action="store_true", help="end with one line of JSON on stdout")
+
+
+def size(text: str) -> int:
+    """A number of bytes; K, M and G are powers of 1024."""
+    power = "KMG".find(text[-1:].upper()) + 1 if text else 0
+    return int(text[:-1] if power else text) << 10 * power
 
 
 def _run_info(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = tokenizer.encode_chat([{"role": "user", "content": arguments.prompt}])
     # A GPU would multiply float32 in TF32, and no longer give the tokens other platforms give.
     precision = "highest" if arguments.dtype == "float32" else None
-    with jax.default_matmul_precision(precision), _PrefillBar(len(model.layers)) as bar:
+    with jax.default_matmul_precision(precision), _PrefillBar() as bar:
         pieces = models.stream(
             model,
             tokenizer,
@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             placement=arguments.kv,
             implementation=arguments.implementation,
             page_size=arguments.page_size,
+            prefill_chunk=arguments.prefill_chunk,
+            prefill_bytes=arguments.prefill_bytes,
             on_progress=bar.update,
         )
         for piece in pieces:
@@ -84,13 +86,13 @@ def _sampling(models, arguments: argparse.Namespace):
 
 
 class _PrefillBar:
-    """A bar on stderr over the layers of the prefill, gone when the text begins."""
+    """A bar on stderr over chunks and layers of the prefill, gone when the text begins."""
 
-    def __init__(self, layers: int):
+    def __init__(self):
         from tqdm import tqdm
 
         # disable=None: shown where stderr is a terminal.
-        self._bar = tqdm(total=layers, desc="reading the prompt", leave=False, disable=None)
+        self._bar = tqdm(desc="reading the prompt", leave=False, disable=None)
 
     def __enter__(self) -> _PrefillBar:
         return self
@@ -99,6 +101,7 @@ class _PrefillBar:
         self._bar.close()
 
     def update(self, done: int, total: int) -> None:
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
         if done == total:
             self._bar.close()

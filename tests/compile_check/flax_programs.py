@@ -16,7 +16,8 @@ import directkv_jax.nnx
 from compile_check import target
 from compile_check.programs import BATCH, LAYERS, MAX_LENGTH, Program
 from directkv_jax import models
-from directkv_jax.models import decoding, sampling
+from directkv_jax.models import decoding, graph, reading, sampling
+from directkv_jax.models.prefill import prompt_attention
 
 FEATURES, HEADS, KV_HEADS = 4096, 32, 8
 
@@ -33,7 +34,13 @@ def flax_programs() -> list[Program]:
         Program("Llama: decode step", _model_step),
         Program("Llama: decode step, nnx.jit", _model_nnx_jit),
         Program("Llama: while_loop of decode steps", _model_loop),
-        Program("Llama: prefill of one layer", _model_prefill_layer),
+        Program(
+            "Llama: prefill of one layer", functools.partial(_model_layer, prompt_attention, 2048)
+        ),
+        Program(
+            "Llama: a later chunk of one layer",
+            functools.partial(_model_layer, directkv_jax.qkv_attention, 64),
+        ),
         Program("Llama: prefill of all layers", _model_prefill),
         Program("nnx: held cache, jax.jit", functools.partial(_nnx_held, jax.jit)),
         Program("nnx: held cache, nnx.jit", functools.partial(_nnx_held, nnx.jit)),
@@ -78,16 +85,14 @@ def _model_step():
     mesh = target.h200()
     model, cache = _model(mesh)
     with target.tracing_for_cuda():
-        return decoding._step.lower(*decoding._split(model), cache, _state(mesh), **_OPTIONS), cache
+        return decoding._step.lower(*graph.split(model), cache, _state(mesh), **_OPTIONS), cache
 
 
 def _model_loop():
     mesh = target.h200()
     model, cache = _model(mesh)
     with target.tracing_for_cuda():
-        loop = decoding._loop.lower(
-            *decoding._split(model), cache, _state(mesh), steps=64, **_OPTIONS
-        )
+        loop = decoding._loop.lower(*graph.split(model), cache, _state(mesh), steps=64, **_OPTIONS)
     return loop, cache
 
 
@@ -105,17 +110,15 @@ def _model_nnx_jit():
         return step.lower(cache, model, tokens), cache
 
 
-def _model_prefill_layer():
+def _model_layer(attend, tokens):
     mesh = target.h200()
     model, cache = _model(mesh)
-    x = target.array(mesh, (BATCH, 2048, FEATURES))
-    start = jnp.zeros((BATCH,), jnp.int32)
-    rotation = target.on_device(mesh, jax.eval_shape(lambda: model.rotations(start, 2048)))
+    x = target.array(mesh, (BATCH, tokens, FEATURES))
     lengths, index = target.array(mesh, (BATCH,), jnp.int32), target.array(mesh, (), jnp.int32)
     with target.tracing_for_cuda():
-        lowered = decoding._prefill_layer.lower(
-            *decoding._split(model.layers[1]), x, rotation, cache, index, lengths,
-            implementation=None,
+        lowered = reading._prefill_layer.lower(
+            *graph.split(model.layers[1]), x, cache, index, lengths, attend=attend,
+            rope=model.config.rope, implementation=None,
         )  # fmt: skip
     return lowered, cache
 

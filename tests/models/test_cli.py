@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from directkv_jax.cli import main
+from directkv_jax.cli import main, size
 
 
 def run(*arguments, **environment):
@@ -60,6 +60,7 @@ def test_json_and_figures(on_tiny, capsys):
     assert len(record["tokens"]) == record["new_tokens"] <= 6
     assert record["kv_bytes_host"] == 2 * 2 * 2 * 16 * 4 * 48  # K and V, L, K, H, float32, tokens
     assert record["dtype"] == "float32"
+    assert (record["prefill_chunk"], record["prefill_chunks"]) == (16, 1)
     for part in ("first after", "tokens/s", "host", "0 B device"):
         assert part in captured.err
 
@@ -70,6 +71,7 @@ def test_json_and_figures(on_tiny, capsys):
         ("--kv", "device"),
         ("--implementation", "reference"),
         ("--dtype", "float32"),
+        ("--prefill-chunk", "5"),
         ("--temperature", "0", "--seed", "3"),
     ],
 )
@@ -103,6 +105,8 @@ def test_seeds(on_tiny, capsys):
             "tokens, but the cache holds 64 for each",
         ),
         (("--max-new-tokens", "0"), "`max_new_tokens` should be a positive int"),
+        (("--prefill-chunk", "0"), "`prefill_chunk` should be a positive int"),
+        (("--prefill-bytes", "0K"), "`prefill_bytes` should be a positive int"),
         (("--top-p", "2"), "`top_p` should be in (0, 1], but got 2.0"),
         (("--raw", "--prompt", ""), "has no tokens"),
     ],
@@ -117,7 +121,14 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, on_tiny, capsys)
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("generate",), ("generate", "--prompt", "a", "--kv", "disk"), ("fly",)]
+    "arguments",
+    [
+        (),
+        ("generate",),
+        ("generate", "--prompt", "a", "--kv", "disk"),
+        ("generate", "--prompt", "a", "--prefill-bytes", "lots"),
+        ("fly",),
+    ],
 )
 def test_wrong_usage(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -126,6 +137,10 @@ def test_wrong_usage(arguments, capsys):
     captured = capsys.readouterr()
     assert captured.err.startswith("directkv: error: ")
     assert captured.err.count("\n") == 1
+
+
+def test_sizes_in_bytes():
+    assert [size(text) for text in ("7", "512M", "1g", "3K")] == [7, 1 << 29, 1 << 30, 3072]
 
 
 def test_without_a_chat_template(tiny, tmp_path, capsys):

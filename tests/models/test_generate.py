@@ -5,9 +5,10 @@ import pytest
 
 import directkv_jax
 from directkv_jax.models import Generation, Options, Piece, Sampling, complete, generate, stream
-from directkv_jax.models.decoding import _loop, _prefill_layer, _step
-from directkv_jax.models.request import bucket, capacity
+from directkv_jax.models.decoding import _loop, _step
+from directkv_jax.models.reading import _prefill_layer
 from directkv_jax.models.sampling import row_keys, sample
+from directkv_jax.models.sizes import bucket, capacity
 
 PROMPTS = ["hello", "a much longer prompt", "1"]
 WARM = Sampling(temperature=1.0, top_k=50, top_p=0.95)

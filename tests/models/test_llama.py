@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from directkv_jax.models import LlamaConfig, load
+from directkv_jax.models import Llama, LlamaConfig, load
 from directkv_jax.models.prefill import QUERY_BLOCK, causal_attention
 
 LLAMA3 = {
@@ -99,6 +99,16 @@ def test_low_precision_stays_close(dtype, tiny, folder):
     assert logits.dtype == jnp.float32
     error = np.abs(np.asarray(logits[0]) - expected).max() / np.abs(expected).max()
     assert error < 0.05
+
+
+def test_random_projections_keep_the_variance_of_their_input(tiny):
+    config = LlamaConfig.from_dict(tiny.config | {"attention_bias": True})
+    layer = Llama(config, rngs=nnx.Rngs(0)).layers[0]
+    packed = layer.self_attn.qkv_proj()
+    assert packed.kernel.shape == (64, 2, 4, 16)
+    assert not packed.bias.any()
+    for kernel in (packed.kernel, layer.mlp.up_proj.kernel[...]):
+        assert jnp.std(kernel) == pytest.approx(64**-0.5, rel=0.03)
 
 
 def test_long_prompts_in_blocks_equal_the_whole():

@@ -104,11 +104,15 @@ def test_all_problems_in_one_error(tiny, tmp_path):
     weights["model.layers.0.mlp.up_proj.weight"] = np.zeros((96, 63), np.float32)
     weights["model.layers.1.extra.weight"] = np.zeros(5, np.float32)
     weights["model.layers.1.mlp.up_proj.weight"] = np.zeros((96, 64), np.int8)
+    weights["model.layers.1.self_attn.k_proj.weight"] = np.zeros((64, 64), np.float32)
+    del weights["model.layers.0.self_attn.v_proj.weight"]
     folder = tiny.write_folder(tmp_path / "bad", tiny.config, weights)
-    with pytest.raises(ValueError, match="4 problems") as error:
+    with pytest.raises(ValueError, match="6 problems") as error:
         quietly(folder)
     for line in (
         "missing: `model.norm.weight`, expected shape (64,)",
+        "missing: `model.layers.0.self_attn.v_proj.weight`, expected shape (32, 64)",
+        "mis-shaped: `model.layers.1.self_attn.k_proj.weight`, expected (32, 64), got (64, 64)",
         "mis-shaped: `model.layers.0.mlp.up_proj.weight`, expected (96, 64), got (96, 63)",
         "unexpected: `model.layers.1.extra.weight`, got shape (5,)",
         "dtype: `model.layers.1.mlp.up_proj.weight`, expected one of BF16, F16, F32, F64, got I8",

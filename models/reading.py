@@ -1,0 +1,121 @@
+"""Reads prompts into an empty cache chunk by chunk, with one compiled layer called for all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from directkv_jax import KVCache, qkv_attention
+from directkv_jax.models import graph
+from directkv_jax.models.llama import Llama, last_token
+from directkv_jax.models.prefill import prompt_attention
+
+
+class PromptReader:
+    """A model taken apart into its embedding and its layers.
+
+    Each chunk passes through all layers before the next one begins. The first attends on the device
+    among its own tokens, the later ones to the cache as well: device memory holds the activations
+    of one chunk, however long the prompts are. One layer is compiled for each size of a chunk and
+    called L times: that costs the compilation of one layer, and progress can be told.
+
+    Args:
+      model: the model; its parameters are shared, not copied.
+      implementation: of the attention over the cache.
+    """
+
+    def __init__(self, model: Llama, implementation: str | None = None):
+        self._embed = graph.split(model.embed_tokens)
+        self._layers = [graph.split(layer) for layer in model.layers]
+        self._options = {"rope": model.config.rope, "implementation": implementation}
+
+    def compile(self, tokens, lengths, chunks: Sequence[int], cache: KVCache) -> jax.Array:
+        """Compiles what `read` will need for these shapes; runs no layer and leaves the cache.
+
+        Returns:
+          an array like the one that `read` returns.
+        """
+        last = None
+        for size, attend in dict.fromkeys((size, attend) for _, size, attend in _plan(chunks)):
+            x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(0), size=size)
+            _prefill_layer.lower(
+                *self._layers[0], x, cache, jnp.int32(0), valid, attend=attend, **self._options
+            ).compile()
+            last = _last_tokens(x, valid, last)
+        _advance.lower(cache, lengths).compile()
+        assert last is not None
+        return last
+
+    def read(
+        self, tokens, lengths, chunks: Sequence[int], cache: KVCache,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+        """Reads whole prompts. Consumes `cache`.
+
+        Args:
+          tokens: int32[B, sum of `chunks`], padded at the end.
+          lengths: int32[B], at least 1: the length of each prompt.
+          chunks: how many tokens of each row are read at once, chunk by chunk.
+          cache: an empty cache with room for the prompts.
+          on_progress: called with (layers done, layers), both counted over all chunks.
+
+        Returns:
+          ([B, D] after the last layer, of the last token of each row; the cache advanced).
+        """
+        last = before = None
+        done, total = 0, len(chunks) * len(self._layers)
+        for start, size, attend in _plan(chunks):
+            x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(start), size=size)
+            for index, layer in enumerate(self._layers):
+                x, cache = _prefill_layer(
+                    *layer, x, cache, jnp.int32(index), valid, attend=attend, **self._options
+                )
+                if on_progress:
+                    # What is done, not what is queued; one layer stays so.
+                    jax.block_until_ready(before)
+                    on_progress(done, total)
+                before, done = x, done + 1
+            last = _last_tokens(x, valid, last)
+            cache = _advance(cache, valid)
+        assert last is not None
+        return last, cache
+
+
+def _plan(chunks: Sequence[int]) -> Iterator[tuple[int, int, Callable]]:
+    """(first position, tokens, attention) of each chunk."""
+    start = 0
+    for size in chunks:
+        yield start, size, qkv_attention if start else prompt_attention
+        start += size
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "size"))
+def _open_chunk(graph, params, tokens, lengths, start, *, size):
+    tokens = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1)
+    return graph.merge(params)(tokens), jnp.clip(lengths - start, 0, size)
+
+
+# The cache is donated, or it would be copied; the parameters, an argument of their own, are not.
+@functools.partial(
+    jax.jit, static_argnames=("graph", "attend", "rope", "implementation"), donate_argnames="cache"
+)
+def _prefill_layer(graph, params, x, cache, layer, lengths, *, attend, rope, implementation):
+    attention = functools.partial(
+        attend, rope=rope, query_seq_lengths=lengths, implementation=implementation
+    )
+    return graph.merge(params)(x, cache, layer, attention)
+
+
+@jax.jit
+def _last_tokens(x, lengths, before):
+    last = last_token(x, lengths)
+    # A row that ended in an earlier chunk keeps what it had.
+    return last if before is None else jnp.where(lengths[:, None] > 0, last, before)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _advance(cache, lengths):
+    return cache.advance(lengths)
