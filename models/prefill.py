@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import directkv_jax
+from directkv_jax._platform import platform_of
 
 # Longer prompts attend in blocks of this many queries, so that the scores take
 # B * N * 512 * T floats of device memory and not B * N * T * T.
@@ -54,6 +55,9 @@ def prompt_attention(
 
 def causal_attention(query, key, value, lengths) -> jax.Array:
     """`jax.nn.dot_product_attention` over the valid tokens, in blocks of queries when long."""
+    if query.dtype == jnp.float16 and platform_of() == "cpu":  # compiled, JAX refuses it there
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        return causal_attention(query, key, value, lengths).astype(jnp.float16)
     tokens = query.shape[1]
     if tokens <= QUERY_BLOCK or tokens % QUERY_BLOCK:
         return jax.nn.dot_product_attention(

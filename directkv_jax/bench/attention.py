@@ -31,7 +31,7 @@ COMMAND = ("bench", "attention")
 COLUMNS = {
     "implementation": "implementation", "B": "batch", "S": "length", "heads": "heads",
     "dtype": "dtype", "T": "query_tokens", "CTAs": "num_ctas", "us": "us", "MB of KV": "kv_mb",
-    "GB/s": "gb_per_s", "of zero-copy": "share_of_zero_copy_peak",
+    "GB/s": "gb_per_s", "TFLOP/s": "tflop_per_s", "of zero-copy": "share_of_zero_copy_peak",
     "of copy engine": "share_of_copy_engine", "of HBM": "share_of_hbm_peak",
     "link MB": "link_mb", "HBM temp MB": "temp_mb", "rel. error": "relative_error",
 }  # fmt: skip

@@ -73,6 +73,11 @@ class Case:
         return sum(self.lengths) * self.token_bytes
 
     @property
+    def flops(self) -> int:
+        """Floating-point operations of one call: those over cached tokens, 4 H for each pair."""
+        return 4 * self.query_tokens * self.query_heads * self.head_dim * sum(self.lengths)
+
+    @property
     def row_pages(self) -> int:
         """Pages the longest row needs, its new tokens included."""
         return math.ceil((self.max_length + self.query_tokens) / PAGE_SIZE)
@@ -136,7 +141,7 @@ class Case:
 
 
 FIGURES = (
-    "us", "us_all", "gb_per_s", "share_of_zero_copy_peak", "share_of_copy_engine",
+    "us", "us_all", "gb_per_s", "tflop_per_s", "share_of_zero_copy_peak", "share_of_copy_engine",
     "share_of_hbm_peak", "link_bytes", "hbm_temp_bytes", "max_abs_error", "relative_error",
     "error", "note",
 )  # fmt: skip

@@ -56,6 +56,16 @@ PRESETS: dict[str, list[dict[str, Any]]] = {
         {"placement": ["device"], "batch": [1], "length": [128 * K]},
         {"placement": ["device"], "batch": [64], "length": [8 * K]},
     ],
+    "chunk": [
+        {
+            "placement": ["host"], "implementation": ["cuda", "staged"], "batch": [1],
+            "length": [128 * K], "query_tokens": [2 * K],
+        },
+        {
+            "placement": ["device"], "implementation": ["cuda", "cudnn"], "batch": [1],
+            "length": [128 * K], "query_tokens": [2 * K],
+        },
+    ],
     "graph": [
         {
             "implementation": ["cuda"], "batch": [1], "length": [16], "layers": 32, "appends": True,

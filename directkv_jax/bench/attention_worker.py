@@ -168,6 +168,7 @@ class Bench:
             "us_all": [round(us, 3) for us in times],
             "hbm_temp_bytes": getattr(analysis, "temp_size_in_bytes", None),
             "gb_per_s": round(rate, 3),
+            "tflop_per_s": round(case.flops / us / 1e6, 3),
             "share_of_zero_copy_peak": round(timing.median(shares), 4) if shares else None,
             "share_of_copy_engine": share(self.peaks.get("copy_engine_gb_per_s")),
             "share_of_hbm_peak": share(self.peaks.get("hbm_read", {}).get("gb_per_s")),

@@ -21,7 +21,7 @@ from directkv_jax.bench.attention_cases import Case
 
 METRIC = "lts__t_sectors_srcunit_tex_aperture_sysmem.sum"
 SECTOR_BYTES = 32
-KERNELS = "regex:attend"  # ours and the naive one; neither the fills nor the marks
+KERNELS = "regex:attend|chunk"  # ours and the naive one; neither the fills nor the marks
 LARGEST_KV_BYTES = 64 << 20
 TIMEOUT_S = 300
 _SMALL = 8192  # tokens of the one row that stands in for a larger case

@@ -7,8 +7,9 @@ import importlib
 
 COMMANDS = {
     "attention": "how fast one layer's cache is read, against the link and other implementations",
+    "layer": "a layer's attention from its input: projection, RoPE, attention and append",
     "decode": "whole decode steps of a model with random weights and a filled cache",
-    "plot": "figures drawn from the records of the other two",
+    "plot": "figures drawn from the records of `attention` and `decode`",
 }
 
 
