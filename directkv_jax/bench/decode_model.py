@@ -49,6 +49,10 @@ class RandomModel:
             weights[index].block_until_ready()  # one at a time, so that scratch does not add up
         return weights
 
+    def module(self, weights) -> Llama:
+        """The model with these weights, which are shared and not copied."""
+        return nnx.merge(self._graphdef, jax.tree_util.tree_unflatten(self._treedef, weights))
+
     def logits(self, weights, cache, tokens, attention: str | None):
         """One decode step, to be traced: int32 `[B, 1]` -> (float32 `[B, 1, vocabulary]`, cache).
 
@@ -58,8 +62,7 @@ class RandomModel:
           tokens: the token chosen last in each row.
           attention: for a cache of plain JAX, the `implementation` of its attention; else None.
         """
-        state = jax.tree_util.tree_unflatten(self._treedef, weights)
-        model = nnx.merge(self._graphdef, state)
+        model = self.module(weights)
         return model(tokens, cache) if attention is None else cache.decode(model, tokens, attention)
 
     def step(self, attention: str | None, compiler_options: dict[str, Any] | None):
