@@ -17,7 +17,7 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/cuda/attend_plan.h"
+#include "../../csrc/cuda/chunk_plan.h"
 #include "../../csrc/cuda/kernels.h"
 
 namespace {
@@ -149,8 +149,8 @@ int main(int argc, char** argv) {
   p.pages_on_host = host;
   CHECK(cudaMalloc(&p.out, size_t(B) * T * K * G * H * 2));
   CHECK(cudaMalloc(&p.lse, size_t(B) * T * K * G * 4));
-  CHECK(cudaMalloc(&p.workspace, directkv::cuda::attend_workspace_bytes(
-                                     2, B, T, K * G, K, H, int64_t{max_pages} * page_size)));
+  CHECK(cudaMalloc(&p.workspace, directkv::cuda::workspace_bytes(2, B, T, K * G, K, H, page_size,
+                                                                 max_pages, host)));
   const directkv::AppendParams append = {p.cache, p.key, p.value, p.seq_lengths, T};
   const double kv = 4.0 * B * S * K * H;
   uint32_t* sum;

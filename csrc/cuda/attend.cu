@@ -66,8 +66,7 @@ bool too_much_work(const AttendParams& p, const AttendPlan& plan, int tile) {
   const int64_t work = int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks *
                        (int64_t{p.cache.max_pages} * p.cache.layout.page_size / tile +
                         p.fresh_tokens / tile + 2 + kUnitCost);
-  const int64_t stored = p.cache.num_layers * p.cache.num_pages * p.cache.layout.kv_heads;
-  return work > INT32_MAX || stored > INT32_MAX;
+  return work > INT32_MAX;
 }
 
 #if DIRECTKV_SM90A
@@ -94,6 +93,9 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
       (p.fresh_tokens != 0 && p.fresh_tokens != p.query_tokens)) {
     return cudaErrorInvalidValue;
   }
+  // Tiles of the cache are numbered in int32.
+  if (p.cache.num_layers * p.cache.num_pages * layout.kv_heads > INT32_MAX)
+    return cudaErrorInvalidConfiguration;
   const int item = itemsize(layout.dtype), tile = tile_tokens(item, layout.head_dim);
   const DeviceLimits& limits = device_limits();
 #if DIRECTKV_SM90A

@@ -64,7 +64,7 @@ class ChunkAttention {
   __device__ __forceinline__ void load_queries(const AttendParams& p) {
     constexpr int kPieces = kHeadDim / 8;
     const auto* const query = static_cast<const uint4*>(p.query);
-#pragma unroll 4
+#pragma unroll 8
     for (int i = thread(); i < 64 * kPieces; i += kWarpgroup) {
       const int r = group() * 64 + i / kPieces, piece = i % kPieces;
       const uint4 zero = {0, 0, 0, 0};
@@ -96,7 +96,7 @@ class ChunkAttention {
       to[(kHeadDim / 2 + 2 + i) * 2 * kWarpgroup] = sum_[i];
     }
   }
-  static constexpr int kStateFloats = (kHeadDim / 2 + 4) * 2 * kWarpgroup;  // of a CTA
+  static constexpr int kStateFloats = chunk_state_floats(kHeadDim);  // of a CTA
 
   // Attends to tiles [0, count) that `keys` and `values` bring, in order.
   template <typename Ring, typename Tiles>
@@ -120,6 +120,7 @@ class ChunkAttention {
       keep(score_);
       keys.release();
       softmax(tiles.tile(i + 1), factor);
+      values.take();  // is there; without a branch here ptxas waits before the softmax
       warpgroup_wait<0>();
       keep(out_);
       keep(weight_);

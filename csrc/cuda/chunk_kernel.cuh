@@ -53,44 +53,38 @@ class StageRing {
   unsigned parity_ = 0;
 };
 
-// Copies the pages of a range that any query sees, row by row, into a slot of the ring. In runs
-// that all threads of a CTA carry together, taken in turn by the CTAs.
+// Copies the pages of a range that any query sees, row by row, into a slot of the ring. The warps
+// of all copying CTAs take runs of 4 KiB in turn.
 __device__ __forceinline__ void copy_range(const AttendParams& p, const ChunkGrid& grid) {
-  constexpr int kInFlight = 8;
+  constexpr int kInFlight = kCopyRunBytes / 512;
   const CacheView& cache = p.cache;
   const PageLayout& layout = cache.layout;
-  const int pieces = static_cast<int>(layout.page_bytes() / 16);
-  const int run = kInFlight * kChunkThreads, runs = (pieces + run - 1) / run;
-  const int first_page = grid.copy_begin / layout.page_size;
-  const int row_pages = (grid.copy_end - grid.copy_begin + layout.page_size - 1) / layout.page_size;
-  const int64_t row_runs = int64_t{row_pages} * runs, all = row_runs * cache.batch;
-  const int layer = *cache.layer;
-  for (int64_t i = blockIdx.x; i < all; i += grid.copy_ctas) {
-    const int b = static_cast<int>(i / row_runs), in_row = static_cast<int>(i % row_runs);
-    const int page = first_page + in_row / runs, begin = in_row % runs * run;
+  const int runs = static_cast<int>(layout.page_bytes() / kCopyRunBytes);
+  const int first_page = grid.copy_begin / layout.page_size, layer = *cache.layer;
+  const int thread = static_cast<int>(blockIdx.x) * kChunkThreads + static_cast<int>(threadIdx.x);
+  const int warps = grid.copy_ctas * (kChunkThreads / 32);
+  for (int b = 0; b < cache.batch; ++b) {
     const RowWork row(p, b);
-    if (row.seq == 0 || int64_t{page} * layout.page_size >= row.length ||
-        page < first_seen(row.length, 0, p.window_left) / layout.page_size) {
-      continue;
-    }
-    const int id = cache.page_table[int64_t{b} * cache.max_pages + page];
-    if (id < 0 || id >= cache.num_pages) continue;
-    const auto* const from =
-        reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(cache.pages) +
-                                       layout.tile_offset(layer, cache.num_pages, id, 0));
-    auto* const to = reinterpret_cast<uint4*>(
-        grid.copy_to +
-        (int64_t{b} * grid.slot_row_pages + page - first_page) * layout.page_bytes());
-    uint4 data[kInFlight];
+    if (row.seq == 0) continue;
+    const int seen = max(grid.copy_begin, first_seen(row.length, 0, p.window_left));
+    const int64_t begin = int64_t{seen / layout.page_size} * runs;
+    const int end_page = (min(grid.copy_end, row.length) + layout.page_size - 1) / layout.page_size;
+    const int32_t* const table = cache.page_table + int64_t{b} * cache.max_pages;
+    unsigned char* const slot =
+        grid.copy_to + (int64_t{b} * grid.slot_row_pages - first_page) * layout.page_bytes();
+    for (int64_t i = begin + thread / 32; i < int64_t{end_page} * runs; i += warps) {
+      const int page = static_cast<int>(i / runs), id = table[page];
+      if (id < 0 || id >= cache.num_pages) continue;
+      const int64_t at = (i - int64_t{page} * runs) * kCopyRunBytes + lane_id() * 16;
+      const auto* const from =
+          reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(cache.pages) +
+                                         layout.tile_offset(layer, cache.num_pages, id, 0) + at);
+      auto* const to = reinterpret_cast<uint4*>(slot + page * layout.page_bytes() + at);
+      uint4 data[kInFlight];
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int piece = begin + u * kChunkThreads + static_cast<int>(threadIdx.x);
-      if (piece < pieces) data[u] = load_once(from + piece);
-    }
+      for (int u = 0; u < kInFlight; ++u) data[u] = load_once(from + u * 32);
 #pragma unroll
-    for (int u = 0; u < kInFlight; ++u) {
-      const int piece = begin + u * kChunkThreads + static_cast<int>(threadIdx.x);
-      if (piece < pieces) to[piece] = data[u];
+      for (int u = 0; u < kInFlight; ++u) to[u * 32] = data[u];
     }
   }
 }
@@ -101,7 +95,7 @@ struct ChunkMaps {
   TokenMap key, value;  // of the new tokens
 };
 
-// The producer warp.
+// The producers: one warp fetches the keys, another the values.
 template <typename Shape>
 class ChunkProducer {
  public:
@@ -112,30 +106,24 @@ class ChunkProducer {
       : p_(p), grid_(grid), maps_(maps), b_(b), k_(k), layer_(*p.cache.layer) {}
 
   template <typename Tiles>
-  __device__ __forceinline__ void fetch(const Tiles& tiles, Ring keys, Ring values) {
+  __device__ __forceinline__ void fetch(const Tiles& tiles, Ring ring, bool value) {
     for (int i = 0; i < tiles.count(); ++i) {
-      fetch_half(tiles.tile(i), &keys, false);
-      fetch_half(tiles.tile(i), &values, true);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void fetch_half(const ChunkTile& tile, Ring* ring, bool value) {
-    ring->acquire();
-    unsigned char* const stage = ring->stage();
-    Barrier* const full = ring->full();
-    if (tile.fresh) {  // what lies beyond the last new token comes as zeros
-      if (lane_id() == 0) {
+      const ChunkTile tile = tiles.tile(i);
+      ring.acquire();
+      unsigned char* const stage = ring.stage();
+      Barrier* const full = ring.full();
+      if (!tile.fresh) {
+        fetch_cached(tile, stage, full, value);
+      } else if (lane_id() == 0) {  // what lies beyond the last new token comes as zeros
         barrier_arrive_expecting(full, Shape::kTileBytes);
         copy_tokens(stage, value ? &maps_.value : &maps_.key, tile.position, k_ * Shape::kSpans, b_,
                     full);
       }
-    } else {
-      fetch_cached(tile, stage, full, value);
+      ring.advance();
     }
-    ring->advance();
   }
 
+ private:
   __device__ __forceinline__ void fetch_cached(const ChunkTile& tile, unsigned char* stage,
                                                Barrier* full, bool value) {
     const int page_size = p_.cache.layout.page_size, box = grid_.box_tokens;
@@ -247,6 +235,7 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   Ring keys(stages, barriers);
   Ring values(stages + Shape::kStages * Shape::kTileBytes, barriers + 2 * Shape::kStages);
   if (threadIdx.x == 0) {
+    if (grid.range_begin < grid.range_end) prefetch_map(&maps.pages);
     keys.init(2 * kWarpgroup / 32);
     values.init(2 * kWarpgroup / 32);
     barrier_init_fence();
@@ -254,8 +243,9 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   __syncthreads();
   if (threadIdx.x >= 2 * kWarpgroup) {
     give_registers<40>();
-    if (threadIdx.x < 2 * kWarpgroup + 32)
-      ChunkProducer<Shape>(p, grid, maps, b, k).fetch(tiles, keys, values);
+    const bool value = threadIdx.x >= 2 * kWarpgroup + 32;
+    if (threadIdx.x < 2 * kWarpgroup + 64)
+      ChunkProducer<Shape>(p, grid, maps, b, k).fetch(tiles, value ? values : keys, value);
     return;
   }
   take_registers<232>();

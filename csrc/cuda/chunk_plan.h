@@ -3,19 +3,21 @@
 //
 // More query rows than one CTA holds would read every tile once for each block of them, and host
 // memory is not cached on the way: each read crosses the link again. So the cached tokens of all
-// rows are taken in blocks. While the CTAs of one launch attend to a block in device memory, a few
-// of them copy the next one over the link into the other half of a ring:
+// rows are taken in ranges. While the CTAs of one launch attend to a range in device memory, a few
+// of them copy the next one over the link into the other slot of a ring:
 //
 //   launch     0            1            2                     last
-//   attends    new tokens   block 0      block 1        ...    last block
-//   copies     block 0      block 1      block 2        ...    -
+//   attends    new tokens   range 0      range 1        ...    last range
+//   copies     range 0      range 1      range 2        ...    -
 //
-// The softmax states of all query rows wait in device memory from launch to launch. A block is as
-// large as L2 can hold beside the states in passing; both do not grow with the context.
+// The softmax states of all query rows wait in device memory from launch to launch. A range is as
+// large as L2 can hold beside the states in passing; neither grows with the context, up to
+// kMaxChunkLaunches ranges.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "attend_plan.h"
 
@@ -24,8 +26,9 @@ namespace directkv::cuda {
 constexpr int64_t kRingSlotBytes = int64_t{16} << 20;
 constexpr int kChunkRows = 128;         // query rows of a CTA: two warpgroups of 64
 constexpr int kMaxChunkLaunches = 128;  // a CUDA graph of all layers has as many nodes for each
-// Two warpgroups attend. Of a third, one warp fetches: registers move between whole warpgroups.
+// Two warpgroups attend. Of a third, two warps fetch: registers move between whole warpgroups.
 constexpr int kChunkThreads = 3 * 128;
+constexpr int kCopyRunBytes = 4096;  // what a warp copies at once; a divisor of all pages
 
 // Tokens of a tile: the scores and the output of 64 rows have to fit into the registers of 128
 // threads together.
@@ -36,8 +39,12 @@ constexpr bool chunk_supports(int itemsize, int head_dim) {
   return itemsize == 2 && (head_dim == 64 || head_dim == 128 || head_dim == 256);
 }
 
+// Floats of the state of one CTA's rows: every thread of two warpgroups has H / 2 sums, and maximum
+// and sum of weights of two rows.
+constexpr int chunk_state_floats(int head_dim) { return (head_dim / 2 + 4) * 2 * 128; }
+
 // CTAs that copy. Loads of 16 bytes, 48 KiB in flight for each CTA: PCIe needs two of them, C2C
-// ten (attend_plan.h); twice that, because a CTA stores what it has loaded before it goes on.
+// ten (attend_plan.h); twice that, because a warp stores what it has loaded before it goes on.
 inline int choose_copy_ctas(bool coherent_link) { return coherent_link ? 20 : 4; }
 
 struct ChunkPlan {
@@ -65,13 +72,15 @@ inline ChunkPlan make_chunk_plan(int itemsize, int batch, int query_tokens, int 
   const int64_t pages = std::max<int64_t>(1, max_pages);
   int64_t range_pages = std::max<int64_t>(1, slot_bytes / (batch * page_bytes));
   range_pages = std::max(range_pages, (pages + kMaxChunkLaunches - 1) / kMaxChunkLaunches);
+  // Whole tiles, where there are several ranges.
+  const int tile = chunk_tile_tokens(head_dim), pages_of_tiles = tile / std::gcd(tile, page_size);
+  range_pages = (range_pages + pages_of_tiles - 1) / pages_of_tiles * pages_of_tiles;
   range_pages = std::min(range_pages, pages);
   plan.range_tokens = static_cast<int>(range_pages * page_size);
   plan.ranges = static_cast<int>((pages + range_pages - 1) / range_pages);
   plan.slot_pages = batch * range_pages;
   plan.slot_bytes = plan.slot_pages * page_bytes;
-  plan.state_bytes = int64_t{batch} * kv_heads * plan.row_blocks * kChunkRows *
-                     ::directkv::cuda::state_bytes(head_dim);
+  plan.state_bytes = int64_t{4} * batch * kv_heads * plan.row_blocks * chunk_state_floats(head_dim);
   return plan;
 }
 
@@ -79,9 +88,9 @@ inline ChunkPlan make_chunk_plan(int itemsize, int batch, int query_tokens, int 
 // the states.
 inline int64_t workspace_bytes(int itemsize, int batch, int query_tokens, int query_heads,
                                int kv_heads, int head_dim, int page_size, int64_t max_pages,
-                               bool host) {
+                               bool host, int64_t slot_bytes = kRingSlotBytes) {
   const ChunkPlan plan = make_chunk_plan(itemsize, batch, query_tokens, query_heads, kv_heads,
-                                         head_dim, page_size, max_pages);
+                                         head_dim, page_size, max_pages, slot_bytes);
   return std::max(attend_workspace_bytes(itemsize, batch, query_tokens, query_heads, kv_heads,
                                          head_dim, max_pages * page_size),
                   plan.used && host ? 2 * plan.slot_bytes + plan.state_bytes : 0);

@@ -138,7 +138,8 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 // started before this one is done, and waits where it first needs what came before. Every kernel
 // launched so calls wait_for_earlier_kernels() in all its threads, before global memory counts for
 // it; so the end of one means the end of all before it. Three read before they wait:
-//   merge_kernel     what attend_kernel, always the one before it, has waited for;
+//   merge_kernel     lengths, page table and layer, complete when attend_kernel, always the one
+//                    before it, let it start;
 //   attend_kernel    lengths, and looks again after;
 //   attend_kernel after project_kernel   everything but the projection's results: project_kernel is
 //                    launched alone, so all that came before it was complete when it started.
@@ -172,6 +173,14 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 #else
   __syncthreads();
+#endif
+}
+
+// The same for CTAs that have nothing more to tell each other.
+__device__ __forceinline__ void leave_cluster() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::
+                   : "memory");
 #endif
 }
 

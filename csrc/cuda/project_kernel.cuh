@@ -54,6 +54,7 @@ class Products {
   // Adds chunks [begin, end), the weights loaded two ahead.
   __device__ __forceinline__ void add(int begin, int end) {
     Weights weights[kAhead];
+    weights_ += first_element(begin) * stride_;
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) load(&weights[a], begin + a, end);
 #pragma unroll 1
@@ -76,12 +77,16 @@ class Products {
     return chunk * kProjectChunk + lane_id() % 4 * 8;
   }
 
-  __device__ __forceinline__ void load(Weights* w, int chunk, int end) const {
-    const int element = first_element(chunk);
-    const bool there = chunk < end && element < p_.width && has_columns_;
+  // The chunks come in turn.
+  __device__ __forceinline__ void load(Weights* w, int chunk, int end) {
+    const bool there = chunk < end && first_element(chunk) < p_.width && has_columns_;
+    const uint4* at = weights_;
 #pragma unroll
-    for (int r = 0; r < 8; ++r)
-      w->rows[r] = there ? load_once(weights_ + (element + r) * stride_) : uint4{0, 0, 0, 0};
+    for (int r = 0; r < 8; ++r) {
+      w->rows[r] = there ? load_once(at) : uint4{0, 0, 0, 0};
+      at += stride_;
+    }
+    weights_ += kProjectChunk * stride_;
   }
 
   __device__ __forceinline__ void multiply(const Weights& weights, int chunk) {
@@ -123,69 +128,102 @@ class Products {
   }
 
   const ProjectParams& p_;
-  const uint4* weights_;  // of this lane's columns
+  const uint4* weights_;  // of this lane's columns, in the next chunk
   int64_t stride_;        // of a row
   bool has_columns_;
 };
 
-// One head of one row: bias, norm, RoPE, and where it goes. By one warp; `sums` of all CTAs of the
-// cluster are added. `line`: H floats of scratch.
+// One head of one row: bias, norm, RoPE, and where it goes. By one warp, lane l with elements l,
+// l + 32, ...
 template <DType kDType>
-__device__ __forceinline__ void finish_head(const ProjectParams& p, int head, int row,
-                                            const float* sums, int ctas, float* line) {
+class HeadOfRow {
   using E = typename Element<kDType>::type;
-  constexpr int kPerLane = 256 / 32;
-  const int part = head % (p.group + 2), k = head / (p.group + 2), head_dim = p.head_dim;
-  const bool is_query = part < p.group, is_key = part == p.group;
-  const auto* const bias = static_cast<const E*>(p.bias);
-  float x[kPerLane], squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int h = lane_id() + 32 * i;
-    x[i] = 0.0f;
-    if (h >= head_dim) continue;
-    for (int rank = 0; rank < ctas; ++rank)
-      x[i] += of_rank(sums, rank)[int64_t{row} * head_dim + h];
-    if (bias) x[i] += Element<kDType>::to_float(bias[int64_t{head} * head_dim + h]);
-    squares += x[i] * x[i];
-  }
-  const auto* const norm = static_cast<const E*>(is_query ? p.query_norm
-                                                 : is_key ? p.key_norm
-                                                          : nullptr);
-  if (norm) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-      squares += __shfl_xor_sync(kFullWarp, squares, offset);
-    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(head_dim) + p.norm_eps);
+
+ public:
+  // Loads what does not depend on the sums.
+  __device__ __forceinline__ HeadOfRow(const ProjectParams& p, int head, int row)
+      : row_(row), k_(head / (p.group + 2)), part_(head % (p.group + 2)) {
+    const auto* const bias = static_cast<const E*>(p.bias);
+    const auto* const norm = static_cast<const E*>(norm_of(p));
+    const int half = half_of(p);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int h = lane_id() + 32 * i;
-      if (h < head_dim) x[i] *= scale * (Element<kDType>::to_float(norm[h]) + p.norm_offset);
+      const bool there = h < p.head_dim && row < p.rows, turns = there && h < 2 * half;
+      const int64_t angle = int64_t{row} * half + (h < half ? h : h - half);
+      bias_[i] =
+          there && bias ? Element<kDType>::to_float(bias[int64_t{head} * p.head_dim + h]) : 0.0f;
+      norm_[i] = there && norm ? Element<kDType>::to_float(norm[h]) + p.norm_offset : 1.0f;
+      cos_[i] = turns ? p.cos[angle] : 1.0f;
+      sin_[i] = turns ? p.sin[angle] : 0.0f;
     }
   }
-  const int half = is_query || is_key ? p.rotary_dim / 2 : 0;
-  if (half > 0) {
-    __syncwarp();  // the line of the last row has been read
+
+  // Adds the sums of all CTAs of the cluster and writes the result. `line`: H floats of scratch.
+  __device__ __forceinline__ void finish(const ProjectParams& p, const float* sums, int ctas,
+                                         float* line) const {
+    const int head_dim = p.head_dim;
+    float x[kPerLane], squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (lane_id() + 32 * i < head_dim) line[lane_id() + 32 * i] = x[i];
-    __syncwarp();
-  }
-  const int64_t at =
-      is_query ? (int64_t{row} * p.kv_heads + k) * p.group + part : int64_t{row} * p.kv_heads + k;
-  E* const to = static_cast<E*>(is_query ? p.query : is_key ? p.key : p.value) + at * head_dim;
+    for (int i = 0; i < kPerLane; ++i) x[i] = bias_[i];
+#pragma unroll 4
+    for (int rank = 0; rank < ctas; ++rank) {
+      const float* const from = of_rank(sums, rank) + int64_t{row_} * head_dim;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int h = lane_id() + 32 * i;
-    if (h >= head_dim) continue;
-    if (h < 2 * half) {
-      const int64_t angle = int64_t{row} * half + h % half;
-      const float other = h < half ? -line[h + half] : line[h - half];
-      x[i] = x[i] * p.cos[angle] + other * p.sin[angle];
+      for (int i = 0; i < kPerLane; ++i)
+        if (lane_id() + 32 * i < head_dim) x[i] += from[lane_id() + 32 * i];
     }
-    to[h] = Element<kDType>::from_float(x[i]);
+    if (norm_of(p)) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) squares += x[i] * x[i];
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        squares += __shfl_xor_sync(kFullWarp, squares, offset);
+      const float scale = 1.0f / std::sqrt(squares / static_cast<float>(head_dim) + p.norm_eps);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) x[i] *= scale * norm_[i];
+    }
+    const int half = half_of(p);
+    if (half > 0) {
+      __syncwarp();  // the line of the last row has been read
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i)
+        if (lane_id() + 32 * i < head_dim) line[lane_id() + 32 * i] = x[i];
+      __syncwarp();
+    }
+    const int64_t at = is_query(p) ? (int64_t{row_} * p.kv_heads + k_) * p.group + part_
+                                   : int64_t{row_} * p.kv_heads + k_;
+    E* const to = static_cast<E*>(is_query(p) ? p.query
+                                  : is_key(p) ? p.key
+                                              : p.value) +
+                  at * head_dim;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int h = lane_id() + 32 * i;
+      if (h >= head_dim) continue;
+      if (h < 2 * half) {
+        const float other = h < half ? -line[h + half] : line[h - half];
+        x[i] = x[i] * cos_[i] + other * sin_[i];
+      }
+      to[h] = Element<kDType>::from_float(x[i]);
+    }
   }
-}
+
+ private:
+  static constexpr int kPerLane = 256 / 32;
+
+  __device__ __forceinline__ bool is_query(const ProjectParams& p) const { return part_ < p.group; }
+  __device__ __forceinline__ bool is_key(const ProjectParams& p) const { return part_ == p.group; }
+  __device__ __forceinline__ const void* norm_of(const ProjectParams& p) const {
+    return is_query(p) ? p.query_norm : is_key(p) ? p.key_norm : nullptr;
+  }
+  __device__ __forceinline__ int half_of(const ProjectParams& p) const {
+    return part_ <= p.group ? p.rotary_dim / 2 : 0;
+  }
+
+  int row_, k_, part_;
+  float bias_[kPerLane], norm_[kPerLane], cos_[kPerLane], sin_[kPerLane];
+};
 
 template <DType kDType, int kRowTiles>
 __global__ void __launch_bounds__(kProjectWarps * 32, project_ctas_per_sm(kRowTiles))
@@ -210,7 +248,7 @@ __global__ void __launch_bounds__(kProjectWarps * 32, project_ctas_per_sm(kRowTi
       for (int e = 0; e < 4; ++e) {
         const int row = tile * 16 + e / 2 * 8 + lane_id() / 4;
         const int column = first_column + 8 * (lane_id() % 4 * 2 + e % 2);
-        if (column >= p.head_dim) continue;
+        if (column >= p.head_dim || row >= p.rows) continue;
         auto* const to =
             reinterpret_cast<float4*>(sums + share * plane + row * p.head_dim + column);
         const auto& s = products.sum[tile];
@@ -218,6 +256,8 @@ __global__ void __launch_bounds__(kProjectWarps * 32, project_ctas_per_sm(kRowTi
         to[1] = {s[4][e], s[5][e], s[6][e], s[7][e]};
       }
   }
+  int row = rank * kProjectWarps + warp;
+  HeadOfRow<kDType> last(p, head, row);  // its loads arrive while the sums meet
   __syncthreads();
   for (int i = thread; i < p.rows * p.head_dim; i += kProjectWarps * 32) {
     float sum = sums[i];
@@ -226,9 +266,12 @@ __global__ void __launch_bounds__(kProjectWarps * 32, project_ctas_per_sm(kRowTi
   }
   sync_cluster();
   float* const line = sums + shares * plane + warp * p.head_dim;
-  for (int row = rank * kProjectWarps + warp; row < p.rows; row += ctas * kProjectWarps)
-    finish_head<kDType>(p, head, row, sums, ctas, line);
-  sync_cluster();  // no CTA ends while another reads its sums
+  while (row < p.rows) {
+    last.finish(p, sums, ctas, line);
+    row += ctas * kProjectWarps;
+    if (row < p.rows) last = HeadOfRow<kDType>(p, head, row);
+  }
+  leave_cluster();  // no CTA ends while another reads its sums
 }
 
 }  // namespace directkv::cuda

@@ -15,6 +15,13 @@ namespace {
 
 void check_chunk(AttendCase& c, Placement placement) {
   const OracleResult want = oracle(c, 0, c.shape.max_pages, true);
+  if (placement != Placement::kDevice) {  // no byte more than the plan says
+    const Shape& s = c.shape;
+    const cuda::ChunkPlan plan = cuda::make_chunk_plan(
+        2, s.batch, s.query_tokens, s.heads(), s.kv_heads, s.head_dim, s.page_size, s.max_pages,
+        s.ring_slot_bytes ? s.ring_slot_bytes : cuda::kRingSlotBytes);
+    c.workspace.resize((2 * plan.slot_bytes + plan.state_bytes) / 4);
+  }
   DeviceCase device(c, placement);
   device.attend();
   std::vector<double> out(c.out.size() / 2);
@@ -34,7 +41,7 @@ void check_chunk(AttendCase& c, Placement placement) {
 std::vector<Placement> everywhere() {
   std::vector<Placement> all = placements();
 #if defined(DIRECTKV_EMULATE_CUDA)
-  all.push_back(Placement::kDevice);
+  all.insert(all.begin(), Placement::kDevice);  // before the workspace shrinks
 #endif
   return all;
 }

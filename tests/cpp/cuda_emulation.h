@@ -150,6 +150,7 @@ using emulation::sync_some;
 using emulation::wait_for_earlier_kernels;
 
 inline void barrier_init_fence() {}
+inline void leave_cluster() { sync_cluster(); }
 inline void let_next_kernel_start() {}
 inline void fence_before_bulk_copies() {}
 inline int32_t load_relaxed(const int32_t* p) { return *p; }
