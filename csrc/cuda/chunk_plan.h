@@ -88,9 +88,9 @@ inline ChunkPlan make_chunk_plan(int itemsize, int batch, int query_tokens, int 
 // the states.
 inline int64_t workspace_bytes(int itemsize, int batch, int query_tokens, int query_heads,
                                int kv_heads, int head_dim, int page_size, int64_t max_pages,
-                               bool host, int64_t slot_bytes = kRingSlotBytes) {
+                               bool host) {
   const ChunkPlan plan = make_chunk_plan(itemsize, batch, query_tokens, query_heads, kv_heads,
-                                         head_dim, page_size, max_pages, slot_bytes);
+                                         head_dim, page_size, max_pages);
   return std::max(attend_workspace_bytes(itemsize, batch, query_tokens, query_heads, kv_heads,
                                          head_dim, max_pages * page_size),
                   plan.used && host ? 2 * plan.slot_bytes + plan.state_bytes : 0);

@@ -56,13 +56,12 @@ AttendCase::AttendCase(const Shape& s, std::vector<int> row_lengths, std::vector
   }
   out.resize(token_elements * s.heads() * item);
   lse.resize(int64_t{s.batch} * s.query_tokens * s.heads());
-  workspace.resize(std::max(cpu::attend_workspace_bytes(s.batch, s.query_tokens, s.heads(),
-                                                        s.kv_heads, s.head_dim, s.max_pages),
-                            cuda::workspace_bytes(
-                                itemsize(s.dtype), s.batch, s.query_tokens, s.heads(), s.kv_heads,
-                                s.head_dim, s.page_size, s.max_pages, true,
-                                s.ring_slot_bytes ? s.ring_slot_bytes : cuda::kRingSlotBytes)) /
-                   4);
+  workspace.resize(
+      std::max(cpu::attend_workspace_bytes(s.batch, s.query_tokens, s.heads(), s.kv_heads,
+                                           s.head_dim, s.max_pages),
+               cuda::workspace_bytes(itemsize(s.dtype), s.batch, s.query_tokens, s.heads(),
+                                     s.kv_heads, s.head_dim, s.page_size, s.max_pages, true)) /
+      4);
   poison_outputs();
 }
 
