@@ -127,6 +127,16 @@ def test_long_prompts_in_blocks_equal_the_whole():
         np.testing.assert_allclose(blocks[b, :n], whole[b, :n], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_prompts_attend_in_any_dtype_under_jit(dtype):
+    q = jax.random.normal(jax.random.key(0), (1, 9, 4, 16))
+    lengths = jnp.array([9], jnp.int32)
+    low = jax.jit(causal_attention)(q.astype(dtype), *[q[:, :, :2].astype(dtype)] * 2, lengths)
+    assert low.dtype == dtype
+    exact = causal_attention(q, *[q[:, :, :2]] * 2, lengths)
+    np.testing.assert_allclose(low.astype(jnp.float32), exact, atol=0.03)
+
+
 def test_llama3_frequencies_equal_the_original(tiny):
     config = LlamaConfig.from_dict(tiny.config | {"rope_scaling": LLAMA3})
     expected = llama3_frequencies(1000.0, 16, LLAMA3)
