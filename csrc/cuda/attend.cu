@@ -54,13 +54,6 @@ cudaError_t launch_merge(const AttendParams& p, const AttendGrid& grid, cudaStre
 // Shared memory for the queries of 128 rows of head dim 256 and a ring.
 constexpr int kWideShared = 160 * 1024;
 
-// Tokens that lie together in every page: a power of two, at most a tile.
-int box_tokens(int page_size, int tile) {
-  int box = tile;
-  while (page_size % box != 0) box /= 2;
-  return box;
-}
-
 // The kernels count work in int32.
 bool too_much_work(const AttendParams& p, const AttendPlan& plan, int tile) {
   const int64_t work = int64_t{p.cache.batch} * p.cache.layout.kv_heads * plan.row_blocks *

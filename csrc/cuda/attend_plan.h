@@ -53,6 +53,13 @@ constexpr int tile_tokens(int itemsize, int head_dim) {
   return token_bytes <= 256 ? 32 : token_bytes <= 512 ? 16 : 8;
 }
 
+// Tokens that lie together in every page: a power of two, at most a tile.
+constexpr int box_tokens(int page_size, int tile) {
+  int box = tile;
+  while (page_size % box != 0) box /= 2;
+  return box;
+}
+
 // Bytes of the partial state of one query row: o[H], m, l.
 constexpr int64_t state_bytes(int head_dim) { return int64_t{4} * (head_dim + 2); }
 

@@ -56,8 +56,7 @@ cudaError_t attend_chunk(const AttendParams& p, const ChunkPlan& plan, const Dev
   ChunkGrid grid = {};
   grid.tokens_per_block = plan.tokens_per_block;
   grid.row_blocks = plan.row_blocks;
-  grid.box_tokens = chunk_tile_tokens(layout.head_dim);
-  while (layout.page_size % grid.box_tokens != 0) grid.box_tokens /= 2;
+  grid.box_tokens = box_tokens(layout.page_size, chunk_tile_tokens(layout.head_dim));
   grid.inverse_group = 1.0f * layout.kv_heads / p.query_heads;
   grid.first = grid.fresh = true;
   if (!p.pages_on_host || p.cache.num_pages == 0) {

@@ -19,8 +19,6 @@
 
 namespace directkv::cuda {
 
-constexpr float kLog2OfE = 1.4426950408889634f, kLnOf2 = 0.6931471805599453f;
-
 template <DType kDType_, int kHeadDim_>
 struct ChunkShape {
   static constexpr DType kDType = kDType_;
@@ -142,7 +140,7 @@ class ChunkAttention {
     for (int i = 0; i < 2; ++i) {
       if (row(i) >= rows_.count) continue;
       float sum = sum_[i];
-      const SoftmaxState state = {max_[i] * kLnOf2, sum};
+      const SoftmaxState state = {max_[i] * kLn2, sum};
       const int64_t query = rows_.query(row(i));
       const float inverse = inverse_sum(state);
       uint32_t* const to =
@@ -214,13 +212,13 @@ class ChunkAttention {
   // From scores to weights and a new maximum; `factor` is what older sums are multiplied by.
   __device__ __forceinline__ void softmax(const ChunkTile& tile, float (&factor)[2]) {
     if (options_.soft_cap > 0.0f) {
-      const float inner = 2.0f * kLog2OfE * options_.scale / options_.soft_cap;
-      const float cap = options_.soft_cap * kLog2OfE;
+      const float inner = 2.0f * kLog2E * options_.scale / options_.soft_cap;
+      const float cap = options_.soft_cap * kLog2E;
 #pragma unroll
       for (float& x : score_) x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * inner) + 1.0f);
     } else {
 #pragma unroll
-      for (float& x : score_) x *= options_.scale * kLog2OfE;
+      for (float& x : score_) x *= options_.scale * kLog2E;
     }
     if (at_edge(tile)) {
       const TokenRange seen[2] = {seen_by(token_[0], tile), seen_by(token_[1], tile)};

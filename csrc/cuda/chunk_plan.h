@@ -53,7 +53,6 @@ struct ChunkPlan {
   int row_blocks;        // ceil(T / tokens_per_block)
   int range_tokens;      // cached tokens of each row in one slot of the ring; whole pages
   int ranges;            // that cover the capacity
-  int64_t slot_pages;    // of one slot: all rows of the batch
   int64_t slot_bytes, state_bytes;
 };
 
@@ -78,8 +77,7 @@ inline ChunkPlan make_chunk_plan(int itemsize, int batch, int query_tokens, int 
   range_pages = std::min(range_pages, pages);
   plan.range_tokens = static_cast<int>(range_pages * page_size);
   plan.ranges = static_cast<int>((pages + range_pages - 1) / range_pages);
-  plan.slot_pages = batch * range_pages;
-  plan.slot_bytes = plan.slot_pages * page_bytes;
+  plan.slot_bytes = batch * range_pages * page_bytes;
   plan.state_bytes = int64_t{4} * batch * kv_heads * plan.row_blocks * chunk_state_floats(head_dim);
   return plan;
 }

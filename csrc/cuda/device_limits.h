@@ -1,6 +1,11 @@
 // What the current GPU offers to a launch.
 #pragma once
 
+// The build has the kernels of chunk.cu; a build that does not say so has not.
+#if !defined(DIRECTKV_SM90A)
+#define DIRECTKV_SM90A 0
+#endif
+
 namespace directkv::cuda {
 
 struct DeviceLimits {

@@ -17,6 +17,8 @@
 
 namespace directkv::cuda {
 
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
 // Two floats as one register of 16-bit elements, `low` first in memory order.
 template <DType kDType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

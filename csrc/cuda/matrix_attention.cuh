@@ -19,8 +19,6 @@
 
 namespace directkv::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // kRowWarps * 16: the query rows a CTA has room for.
 template <DType kDType, int kHeadDim, int kRowWarps_>
 class MatrixAttention {

@@ -6,7 +6,8 @@
 namespace directkv::cuda {
 
 // Rows (B * T) of a projection of its own kernel. It reads the weights once, as fast as memory
-// gives them; from some tens of rows on a matrix product of cuBLAS is what does that.
+// gives them; from some tens of rows on a matrix product of cuBLAS should do that too. Not
+// measured.
 constexpr int kMaxProjectRows = 32;
 
 constexpr int kMaxProjectCtas = 8;  // a cluster that every part can schedule

@@ -47,53 +47,48 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
   return function;
 }
 
+// A map of swizzled 16-byte pieces: spans of 128 bytes, and three more dimensions with their
+// strides in bytes; a copy brings `extent` of each.
+cudaError_t make_map(CUtensorMap* map, DType dtype, const void* data, const cuuint64_t (&sizes)[3],
+                     const cuuint64_t (&strides)[3], const cuuint32_t (&extent)[3]) {
+  const auto encode = encode_function();
+  if (!encode) return cudaErrorNotSupported;
+  const int span = kSwizzledBytes / itemsize(dtype);
+  const cuuint64_t all_sizes[] = {static_cast<cuuint64_t>(span), sizes[0], sizes[1], sizes[2]};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(span), extent[0], extent[1], extent[2]};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUresult status = encode(
+      map, itemsize(dtype) == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      4, const_cast<void*>(data), all_sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cuuint32_t small(int64_t x) { return static_cast<cuuint32_t>(x); }
+cuuint64_t large(int64_t x) { return static_cast<cuuint64_t>(x); }
+
 }  // namespace
 
 cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pages, int64_t tiles,
                           const CopyBox& box) {
   if (tiles <= 0) return cudaSuccess;  // an empty pool: no row can be served from it
-  const auto encode = encode_function();
-  if (!encode) return cudaErrorNotSupported;
-  const int item = itemsize(layout.dtype);
-  const cuuint64_t row = static_cast<cuuint64_t>(layout.head_dim) * item;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(kSwizzledBytes / item),
-                              static_cast<cuuint64_t>(2 * layout.page_size),
-                              static_cast<cuuint64_t>(tiles), row / kSwizzledBytes};
+  const int row = layout.head_dim * itemsize(layout.dtype);
   // The last stride is the shortest: a span is a part of a row.
-  const cuuint64_t strides[] = {row, static_cast<cuuint64_t>(layout.tile_bytes()),
-                                static_cast<cuuint64_t>(kSwizzledBytes)};
-  const cuuint32_t extent[] = {static_cast<cuuint32_t>(kSwizzledBytes / item),
-                               static_cast<cuuint32_t>(box.tokens), 1,
-                               static_cast<cuuint32_t>(box.spans)};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUresult status =
-      encode(map, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
-             const_cast<void*>(pages), sizes, strides, extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return make_map(map, layout.dtype, pages,
+                  {large(2 * layout.page_size), large(tiles), large(row / kSwizzledBytes)},
+                  {large(row), large(layout.tile_bytes()), large(kSwizzledBytes)},
+                  {small(box.tokens), 1, small(box.spans)});
 }
 
 cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* tokens, int batch,
                            int count, int box_tokens) {
-  const auto encode = encode_function();
-  if (!encode) return cudaErrorNotSupported;
-  const int item = itemsize(layout.dtype);
-  const cuuint64_t token = static_cast<cuuint64_t>(layout.kv_heads) * layout.head_dim * item;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(kSwizzledBytes / item),
-                              static_cast<cuuint64_t>(count), token / kSwizzledBytes,
-                              static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[] = {token, static_cast<cuuint64_t>(kSwizzledBytes), token * count};
-  const cuuint32_t extent[] = {static_cast<cuuint32_t>(kSwizzledBytes / item),
-                               static_cast<cuuint32_t>(box_tokens),
-                               static_cast<cuuint32_t>(layout.head_dim * item / kSwizzledBytes), 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUresult status =
-      encode(map, item == 4 ? CU_TENSOR_MAP_DATA_TYPE_UINT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
-             const_cast<void*>(tokens), sizes, strides, extent, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const int head = layout.head_dim * itemsize(layout.dtype);
+  const int64_t token = int64_t{layout.kv_heads} * head;
+  return make_map(map, layout.dtype, tokens,
+                  {large(count), large(token / kSwizzledBytes), large(batch)},
+                  {large(token), large(kSwizzledBytes), large(token * count)},
+                  {small(box_tokens), small(head / kSwizzledBytes), 1});
 }
 
 #endif

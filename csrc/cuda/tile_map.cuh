@@ -56,15 +56,21 @@ __device__ __forceinline__ void copy_run(void* shared, const void* global, int b
       : "memory");
 }
 
+// Copies the box at (0, x, y, z) of a map; completes on the barrier.
+__device__ __forceinline__ void copy_from_map(void* shared, const CUtensorMap* map, int x, int y,
+                                              int z, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(0), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Copies tokens [row, row + box.tokens) of tile `tile`, starting with span `span`; completes on the
 // barrier. Rows 0 to page_size - 1 of a tile are its keys, the next page_size its values.
 __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int row, int tile,
                                          int span, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
-      "l"(map), "r"(0), "r"(row), "r"(tile), "r"(span), "r"(shared_address(barrier))
-      : "memory");
+  copy_from_map(shared, map, row, tile, span, barrier);
 }
 #endif
 
@@ -87,11 +93,7 @@ using TokenMap = CUtensorMap;
 #if DIRECTKV_BULK_COPIES
 __device__ __forceinline__ void copy_tokens(void* shared, const TokenMap* map, int token, int span,
                                             int row, Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(shared)),
-      "l"(map), "r"(0), "r"(token), "r"(span), "r"(row), "r"(shared_address(barrier))
-      : "memory");
+  copy_from_map(shared, map, token, span, row, barrier);
 }
 #endif
 #endif

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
       the exit status: 1 if no case could be measured.
     """
-    from directkv_jax.bench.layer_worker import Bench
+    from directkv_jax.bench.layer_programs import Bench
 
     reach = arguments.preset == "reach"
     lists = (

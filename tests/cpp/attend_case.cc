@@ -180,4 +180,21 @@ double tolerance(DType dtype) {
   return dtype == DType::kF32 ? 1.5e-6 : dtype == DType::kBF16 ? 4e-3 : 5e-4;
 }
 
+std::vector<double> outputs(const AttendCase& c) {
+  std::vector<double> out(c.out.size() / itemsize(c.shape.dtype));
+  for (size_t i = 0; i < out.size(); ++i) out[i] = c.out_at(i);
+  return out;
+}
+
+double lse_gap(const AttendCase& c, const std::vector<double>& want) {
+  double gap = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double a = c.lse[i], b = want[i];
+    if (a == b || (std::isnan(a) && std::isnan(b))) continue;
+    if (!std::isfinite(a) || !std::isfinite(b)) return INFINITY;
+    gap = std::max(gap, std::fabs(a - b));
+  }
+  return gap;
+}
+
 }  // namespace directkv::test

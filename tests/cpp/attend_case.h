@@ -57,6 +57,12 @@ OracleResult oracle(const AttendCase& c, int page_begin, int page_end, bool with
 // ||a - b|| / ||b||; NaN counts as equal to NaN, and as infinitely far from a number.
 double relative_error(const std::vector<double>& a, const std::vector<double>& b);
 
+// out of a case.
+std::vector<double> outputs(const AttendCase& c);
+
+// The largest difference of lse, absolutely: it is a logarithm.
+double lse_gap(const AttendCase& c, const std::vector<double>& want);
+
 // What a kernel of the dtype may deviate from the oracle.
 double tolerance(DType dtype);
 

@@ -20,24 +20,6 @@ T pick(std::mt19937& rng, const T (&from)[n]) {
   return from[rng() % n];
 }
 
-std::vector<double> outputs(const AttendCase& c) {
-  std::vector<double> out(c.out.size() / itemsize(c.shape.dtype));
-  for (size_t i = 0; i < out.size(); ++i) out[i] = c.out_at(i);
-  return out;
-}
-
-// lse is a logarithm: compared absolutely.
-double lse_gap(const AttendCase& c, const std::vector<double>& want) {
-  double gap = 0.0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double a = c.lse[i], b = want[i];
-    if (a == b || (std::isnan(a) && std::isnan(b))) continue;
-    if (!std::isfinite(a) || !std::isfinite(b)) return INFINITY;
-    gap = std::max(gap, std::fabs(a - b));
-  }
-  return gap;
-}
-
 // `slack` multiplies the tolerance where logits are large.
 void check_attend(AttendCase& c, Placement placement, double slack = 1.0) {
   const OracleResult want = oracle(c, 0, c.shape.max_pages, true);

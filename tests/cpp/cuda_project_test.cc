@@ -309,9 +309,7 @@ TEST(project_then_attend) {
       keys.download(attention.key.data());
       values.download(attention.value.data());
       const OracleResult want = oracle(attention, 0, s.max_pages, true);
-      std::vector<double> out(attention.out.size() / 2);
-      for (size_t i = 0; i < out.size(); ++i) out[i] = attention.out_at(i);
-      const double error = relative_error(out, want.out);
+      const double error = relative_error(outputs(attention), want.out);
       CHECK(error <= tolerance(s.dtype), "%s error %.3g: %s", name(placement), error,
             s.text().c_str());
     }

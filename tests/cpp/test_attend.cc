@@ -29,12 +29,6 @@ void for_every_isa(Fn fn) {
 
 std::vector<double> doubles(const std::vector<float>& v) { return {v.begin(), v.end()}; }
 
-std::vector<double> outputs(const AttendCase& c) {
-  std::vector<double> out(c.out.size() / itemsize(c.shape.dtype));
-  for (size_t i = 0; i < out.size(); ++i) out[i] = c.out_at(i);
-  return out;
-}
-
 // lse is a logarithm: compared absolutely.
 double largest_gap(const std::vector<double>& a, const std::vector<double>& b) {
   double gap = 0.0;

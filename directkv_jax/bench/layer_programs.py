@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -149,12 +150,13 @@ def _kernel(key, shape, dtype):
     return shape[0] ** -0.5 * jax.random.normal(key, shape, jnp.dtype(dtype))
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DenseCache:
     """Keys and values `[B, S + 64, K, H]` of every layer, and lengths int32 `[B]`."""
 
-    def __init__(self, layers, lengths):
-        self.layers, self.lengths = layers, lengths
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    lengths: jax.Array
 
     @classmethod
     def create(cls, bench: Bench, batch: int, length: int) -> DenseCache:
@@ -168,12 +170,3 @@ class DenseCache:
         """Frees the arrays."""
         for array in jax.tree.leaves(self.layers):
             array.delete()
-
-    def tree_flatten(self):
-        """For JAX."""
-        return (self.layers, self.lengths), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children) -> DenseCache:
-        """For JAX."""
-        return cls(*children)
