@@ -55,8 +55,9 @@ struct AttendParams {
   int num_ctas;                // CUDA: thread blocks to spread over; 0: chosen from the link
   int64_t ring_slot_bytes;     // CUDA: of a host cache's tokens on the device; 0: chosen, the most
   bool pages_on_host;          // CUDA: `pages` is host memory, read over the link
-  bool after_projection;       // CUDA: project() was launched just before and makes query, key and
-                               // value; everything else was complete when it started
+  // CUDA: those of the project() launched just before, which makes query, key and value; everything
+  // else was complete when it started. Null: there was none.
+  const int32_t* projected;
 };
 
 // query, key, value = x kernel + bias for each head, then an RMSNorm over each head of query and
@@ -80,7 +81,8 @@ struct ProjectParams {
   void* query;             // [rows, K * G, H]
   void* key;               // [rows, K, H]
   void* value;             // [rows, K, H]
-  int ctas_per_head;       // that share the D of a head: 1, 2, 4 or 8; 0: chosen
+  int32_t* projected;      // [rows, K * (G + 2)]: 1 when that head of the row has been written
+  int ctas_per_head;       // that share the D of a head, at most 8; 0: chosen
 };
 
 // Writes seq_lengths[b] new tokens of each row at positions lengths[b]..., all or none: a row whose

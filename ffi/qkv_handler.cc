@@ -72,7 +72,8 @@ ffi::Error qkv_attend(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer kern
                       Ints seq_lengths, Ints layer, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<Floats> lse, ffi::Result<ffi::AnyBuffer> query,
                       ffi::Result<ffi::AnyBuffer> key, ffi::Result<ffi::AnyBuffer> value,
-                      ffi::Result<ffi::AnyBuffer> workspace, int32_t page_size, int32_t host,
+                      ffi::Result<Ints> projected, ffi::Result<ffi::AnyBuffer> workspace,
+                      int32_t page_size, int32_t host,
                       int32_t tracked, float scale, float soft_cap, int32_t window_left,
                       int32_t num_ctas, float norm_eps, float norm_offset) {
   const StorageAttributes attributes{page_size, host, tracked};
@@ -97,7 +98,11 @@ ffi::Error qkv_attend(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer kern
   projection.query = query->untyped_data();
   projection.key = key->untyped_data();
   projection.value = value->untyped_data();
-  params.after_projection = true;
+  projection.projected = projected->typed_data();
+  DIRECTKV_CHECK(static_cast<int64_t>(projected->element_count()) ==
+                     int64_t{projection.rows} * projection.kv_heads * (projection.group + 2),
+                 "`projected` should have shape (B * T, K * (G + 2))");
+  params.projected = projection.projected;
   if (auto error = to_error(cuda::project(projection, stream), "project"); error.failure()) {
     return error;
   }
@@ -127,6 +132,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DirectkvQkvAttend, directkv::handlers::qkv_attend,
                                   .Ret<xla::ffi::AnyBuffer>()         // query
                                   .Ret<xla::ffi::AnyBuffer>()         // key
                                   .Ret<xla::ffi::AnyBuffer>()         // value
+                                  .Ret<directkv::handlers::Ints>()    // projected
                                   .Ret<xla::ffi::AnyBuffer>()         // workspace
                                   .Attr<int32_t>("page_size")
                                   .Attr<int32_t>("host")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import directkv_jax
-from directkv_jax._platform import platform_of
+from directkv_jax._platform import compiling_ahead, platform_of
 
 # Longer prompts attend in blocks of this many queries, so that the scores take
 # B * N * 512 * T floats of device memory and not B * N * T * T.
@@ -54,8 +54,27 @@ def prompt_attention(
 
 
 def causal_attention(query, key, value, lengths) -> jax.Array:
-    """`jax.nn.dot_product_attention` over the valid tokens, in blocks of queries when long."""
-    if query.dtype == jnp.float16 and platform_of() == "cpu":  # compiled, JAX refuses it there
+    """`jax.nn.dot_product_attention` over the valid tokens.
+
+    On CUDA by cuDNN, which never holds the scores, for 16 bits and a head dim that all its versions
+    take; else by XLA, in blocks of queries when long. cuDNN cannot be compiled for without a GPU.
+    """
+    if (
+        platform_of() == "cuda"
+        and not compiling_ahead()
+        and query.dtype != jnp.float32
+        and query.shape[-1] <= 128
+    ):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
+    if query.dtype == jnp.float16:  # XLA does not compile all products of JAX's attention in it
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         return causal_attention(query, key, value, lengths).astype(jnp.float16)
     tokens = query.shape[1]

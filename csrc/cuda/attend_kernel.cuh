@@ -28,7 +28,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     wait_for_earlier_kernels();
     return;
   }
-  wait_for_earlier_kernels();
+  if (!p.projected) wait_for_earlier_kernels();
   unsigned char* const own = shared + grid.stages * TileRing<Shape>::kBytes;
   Attention attention(p, own);
   // In shared memory, one for each warp: registers are what the matrix fragments need.
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     if (lane_id() == 0) kept = cursor;
     __syncwarp();
     const Segment& segment = kept.segment();
+    if (p.projected) wait_for_projection(p, segment.b, segment.k);
     attention.begin(p, QueryRows(p, grid, segment));
     unsigned char* stage;
 #pragma unroll 1
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__((Attention::kWarps + 1) * 32, Attention::kCtas
     more = cursor.next(p, grid);
     __syncwarp();
   }
+  wait_for_earlier_kernels();
 }
 
 template <typename Attention>
@@ -70,6 +72,8 @@ cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
   int ctas_per_sm = Attention::kCtasPerSm;
   if (stages(ctas_per_sm) < kMinStages) ctas_per_sm = 1;  // parts with 100 KiB of shared memory
   grid->stages = stages(ctas_per_sm);
+  if (p.projected && !p.pages_on_host)
+    grid->stages = std::min(grid->stages, std::max(2, kRingBesideProjection / TileRing<Shape>::kBytes));
   if (grid->stages < 2) return cudaErrorInvalidConfiguration;
   const Memory memory = !p.pages_on_host       ? Memory::kHbm
                         : limits.coherent_link ? Memory::kC2c

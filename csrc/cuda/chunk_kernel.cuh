@@ -3,55 +3,10 @@
 #pragma once
 
 #include "chunk_attention.cuh"
+#include "stage_ring.cuh"
 #include "tile_map.cuh"
 
 namespace directkv::cuda {
-
-// A ring of stages for keys, or for values; both ends walk it in the same order.
-template <int kStages, int kBytes>
-class StageRing {
- public:
-  // `barriers`: 2 * kStages.
-  __device__ __forceinline__ StageRing(unsigned char* storage, Barrier* barriers)
-      : storage_(storage), barriers_(barriers) {}
-  __device__ __forceinline__ void init(int consumer_warps) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(barriers_ + 2 * s, 1);
-      barrier_init(barriers_ + 2 * s + 1, consumer_warps);
-    }
-  }
-  __device__ __forceinline__ unsigned char* stage() const { return storage_ + at_ * kBytes; }
-  __device__ __forceinline__ Barrier* full() const { return barriers_ + 2 * at_; }
-
-  // Consumers: waits for the stage whose turn it is; gives it back, every warp.
-  __device__ __forceinline__ unsigned char* take() const {
-    barrier_wait(full(), parity_);
-    __syncwarp();
-    return stage();
-  }
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(full() + 1);
-    advance();
-  }
-  // The producer: waits until the stage is free; goes on to the next.
-  __device__ __forceinline__ void acquire() const {
-    barrier_wait(full() + 1, parity_ ^ 1);
-    __syncwarp();
-  }
-  __device__ __forceinline__ void advance() {
-    if (++at_ == kStages) {
-      at_ = 0;
-      parity_ ^= 1;
-    }
-  }
-
- private:
-  unsigned char* storage_;
-  Barrier* barriers_;
-  int at_ = 0;
-  unsigned parity_ = 0;
-};
 
 // Copies the pages of a range that any query sees, row by row, into a slot of the ring. The warps
 // of all copying CTAs take runs of 4 KiB in turn.
@@ -236,8 +191,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   Ring values(stages + Shape::kStages * Shape::kTileBytes, barriers + 2 * Shape::kStages);
   if (threadIdx.x == 0) {
     if (grid.range_begin < grid.range_end) prefetch_map(&maps.pages);
-    keys.init(2 * kWarpgroup / 32);
-    values.init(2 * kWarpgroup / 32);
+    keys.init(1, 2 * kWarpgroup / 32);
+    values.init(1, 2 * kWarpgroup / 32);
     barrier_init_fence();
   }
   __syncthreads();

@@ -65,6 +65,28 @@ __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
   return value;
 }
 
+// A flag in global memory. Cleared: once this returns no thread of the GPU finds it raised. The old
+// value is waited for, which takes one round trip; a fence would wait for all that the SM has in
+// flight.
+__device__ __forceinline__ void clear_flag(int32_t* flag) {
+  asm volatile(
+      "{ .reg .b32 old; .reg .pred p;\n"
+      "atom.relaxed.gpu.global.exch.b32 old, [%0], 0;\n"
+      "setp.eq.s32 p, old, -1;\n"
+      "@p nanosleep.u32 0; }" ::"l"(flag)
+      : "memory");
+}
+// Raised: after what this thread has written, and what it has seen written.
+__device__ __forceinline__ void raise_flag(int32_t* flag) {
+  asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+}
+__device__ __forceinline__ void wait_for_flag(const int32_t* flag) {
+  int32_t raised;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+  } while (raised == 0);
+}
+
 // A barrier in shared memory: a phase is over when the announced arrivals and bytes have come.
 using Barrier = uint64_t;
 
@@ -134,6 +156,11 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same for a thread that does not wait for the others.
+__device__ __forceinline__ void arrive_some(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Kernels that follow each other in a stream may overlap (compute capability 9.0): the next one is
 // started before this one is done, and waits where it first needs what came before. Every kernel
 // launched so calls wait_for_earlier_kernels() in all its threads, before global memory counts for
@@ -142,7 +169,9 @@ __device__ __forceinline__ void sync_some(int id, int threads) {
 //                    before it, let it start;
 //   attend_kernel    lengths, and looks again after;
 //   attend_kernel after project_kernel   everything but the projection's results: project_kernel is
-//                    launched alone, so all that came before it was complete when it started.
+//                    launched alone, so all that came before it was complete when it started. For
+//                    those it waits flag by flag (project_kernel.cuh), for the end of the
+//                    projection when it has nothing else to do.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if DIRECTKV_BULK_COPIES
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -167,30 +196,29 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-// __syncthreads() of all CTAs of the cluster.
-__device__ __forceinline__ void sync_cluster() {
+// __syncthreads() of all CTAs of the cluster, in two steps. What was written before the first is
+// seen after the second. A thread may end between them.
+__device__ __forceinline__ void arrive_in_cluster() {
 #if DIRECTKV_BULK_COPIES
-  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if DIRECTKV_BULK_COPIES
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #else
   __syncthreads();
 #endif
 }
 
-// The same for CTAs that have nothing more to tell each other.
-__device__ __forceinline__ void leave_cluster() {
-#if DIRECTKV_BULK_COPIES
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::
-                   : "memory");
-#endif
-}
-
-// The same place in the shared memory of another CTA of the cluster, to be read.
+// The same place in the shared memory of another CTA of the cluster, which has started and has not
+// ended.
 template <typename T>
-__device__ __forceinline__ const T* of_rank(const T* shared, int rank) {
+__device__ __forceinline__ T* of_rank(T* shared, int rank) {
 #if DIRECTKV_BULK_COPIES
   uint64_t there;
   asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return reinterpret_cast<const T*>(there);
+  return reinterpret_cast<T*>(there);
 #else
   (void)rank;
   return shared;
@@ -214,14 +242,19 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   // Above 48 KiB, the kernel's static share included, a launch must have asked for it.
   const size_t shared_bytes = shape.shared_bytes;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  cudaError_t status = cudaSuccess;
   if (shared_bytes > 32 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(shared_bytes));
-    if (status != cudaSuccess) {
-      cudaGetLastError();  // reported here, so not left pending
-      return status;
-    }
+    status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(shared_bytes));
+  }
+  // Kernels that overlap on an SM have one split between its L1 and shared memory.
+  if (status == cudaSuccess)
+    status = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // reported here, so not left pending
+    return status;
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
@@ -241,7 +274,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   }
   config.attrs = attributes;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (status != cudaSuccess) cudaGetLastError();
   return status;
 }

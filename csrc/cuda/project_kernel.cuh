@@ -1,141 +1,132 @@
 // The projection kernel: a few rows of x times the packed weights, then norms and RoPE.
 //
 // The weights are read once, and for as few rows as these their bytes are all that counts. A
-// cluster has the columns of one head, each of its CTAs a share of D, and so has each warp of a
-// CTA: 64 columns and every eighth of them. Weights go straight from memory into registers; what a
-// matrix instruction wants as pairs down a column is put together from two rows. Which 16 of the D
-// elements an instruction multiplies does not matter, as long as x agrees: lane l takes elements 8
-// (l % 4) to 8 (l % 4) + 7 of 32, so that it loads whole pieces of 16 bytes of x, and of 8 rows of
-// the weights.
+// cluster has the columns of one head, each of its CTAs a share of D: one warp fetches it through a
+// ring of stages, the others multiply, each 64 columns and 16 of the D elements of a stage. The
+// columns are the 16 rows of a matrix instruction, the rows of x its 8 columns.
 //
-// The sums of the warps meet in shared memory, those of the CTAs through the cluster, and each row
-// of a head is finished by one warp.
+// Each row of a head belongs to one CTA of the cluster. All warps write their sums of it there; one
+// warp adds them in order, finishes the row, and raises its flag. The attend kernel waits for the
+// flags of the heads it needs and not for the end of this kernel: that would come no sooner than
+// what its own producer warps have begun to fetch. It may look at the flags once every CTA has let
+// it start, which each does after clearing its own.
 #pragma once
 
 #include <cmath>
 
 #include "elements.cuh"
 #include "matrix.cuh"
+#include "project_plan.h"
+#include "stage_ring.cuh"
+#include "tile_map.cuh"
 
 namespace directkv::cuda {
 
-constexpr int kProjectWarps = 8;
-constexpr int kProjectColumns = 64;  // of a warp
-constexpr int kProjectChunk = 32;    // elements of D that a warp multiplies at once
+// kGroups * 8: the most rows. kSide: warps side by side over a head.
+template <DType kDType_, int kGroups_, int kSide_>
+struct ProjectShape {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kGroups = kGroups_, kSide = kSide_, kShares = kProjectWarps / kSide;
+  static constexpr int kRows = project_stage_rows(kSide);  // of the weights, in a stage
+  static constexpr int kColumnBytes = kRows * 128;         // of 64 columns: lines of 128 bytes
+  static constexpr int kWeightBytes = kSide * kColumnBytes;
+  static constexpr int kLineBytes = kRows * 2;  // of a row of x
+  static constexpr int kBytes = kWeightBytes + 8 * kGroups * kLineBytes;
+  static constexpr int kStageBytes = (kBytes + 1023) / 1024 * 1024;
+  using Ring = StageRing<kProjectStages, kStageBytes>;
+  static constexpr int kRingBytes = kProjectStages * (kStageBytes + 16);
 
-// Warps side by side over the columns of a head; the others share D.
-inline __host__ __device__ int project_column_warps(int head_dim) {
-  return head_dim <= kProjectColumns ? 1 : head_dim <= 2 * kProjectColumns ? 2 : 4;
+  static __host__ __device__ __forceinline__ int stages(int width) {
+    return (width + kRows - 1) / kRows;
+  }
+  // Where 8 columns of a row of the weights lie: swizzled, as through the map.
+  static __device__ __forceinline__ int weight(int row, int piece) {
+    return piece / 8 * kColumnBytes + row * 128 + (piece % 8 ^ row % 8) * 16;
+  }
+};
+
+// Both are read in boxes, with zeros beyond their edges.
+struct ProjectMaps {
+  BoxMap x;        // [rows, D]
+  BoxMap weights;  // [D, K * (G + 2), H]
+};
+
+// The warp that fetches stages [begin, end) of a head.
+template <typename Shape>
+__device__ __forceinline__ void fetch_weights(const ProjectParams& p, const ProjectMaps& maps,
+                                              typename Shape::Ring ring, int head, int begin,
+                                              int end) {
+#pragma unroll 1
+  for (int i = begin; i < end; ++i, ring.advance()) {
+    ring.acquire();
+    unsigned char* const stage = ring.stage();
+    unsigned char* const x = stage + Shape::kWeightBytes;
+#if DIRECTKV_BULK_COPIES
+    (void)p;
+    if (lane_id() == 0) {
+      barrier_arrive_expecting(ring.full(), Shape::kBytes);
+#pragma unroll
+      for (int side = 0; side < Shape::kSide; ++side)
+        copy_box_at(stage + side * Shape::kColumnBytes, &maps.weights, side * kProjectColumns, head,
+                    i * Shape::kRows, ring.full());
+      copy_box_at(x, &maps.x, i * Shape::kRows, 0, 0, ring.full());
+    }
+#else
+    (void)maps;
+    const auto copy = [](unsigned char* to, const void* array, int64_t element, bool there) {
+      if (there) {
+        copy_async_16(to, static_cast<const unsigned char*>(array) + element * 2);
+      } else {
+        *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
+      }
+    };
+    constexpr int kPieces = Shape::kSide * kProjectColumns / 8, kLine = Shape::kLineBytes / 16;
+    const int64_t heads = int64_t{p.kv_heads} * (p.group + 2);
+    for (int n = lane_id(); n < Shape::kRows * kPieces; n += 32) {
+      const int row = n / kPieces, piece = n % kPieces, d = i * Shape::kRows + row;
+      copy(stage + Shape::weight(row, piece), p.kernel, (d * heads + head) * p.head_dim + piece * 8,
+           d < p.width && piece * 8 < p.head_dim);
+    }
+    for (int n = lane_id(); n < 8 * Shape::kGroups * kLine; n += 32) {
+      const int row = n / kLine, d = i * Shape::kRows + n % kLine * 8;
+      copy(x + n * 16, p.x, int64_t{row} * p.width + d, row < p.rows && d < p.width);
+    }
+    barrier_arrive_after_copies(ring.full());
+#endif
+  }
 }
 
-// The sums of 32 rows take half the registers of a thread.
-constexpr int project_ctas_per_sm(int row_tiles) { return row_tiles == 1 ? 2 : 1; }
-
-// Two rows of weights as pairs down the columns: element `odd` of each register.
-__device__ __forceinline__ uint32_t down_the_column(uint32_t upper, uint32_t lower, int odd) {
-  return odd ? upper >> 16 | (lower & 0xffff0000u) : (upper & 0xffffu) | lower << 16;
-}
-
-// What a warp multiplies: x [kRowTiles * 16 rows, D] and 64 columns of the weights, some chunks of
-// D.
-template <DType kDType, int kRowTiles>
+// What a warp multiplies: x [8 * kGroups rows, D] and 64 columns of the weights.
+template <typename Shape>
 class Products {
  public:
-  float sum[kRowTiles][8][4] = {};  // tile, i, element: column 8 * n + i where C has column n
+  // Of row 8 * group + 2 * (lane % 4) + e % 2, column 16 * i + 8 * (e / 2) + lane / 4.
+  float sum[Shape::kGroups][4][4] = {};  // group, i, e
 
-  __device__ __forceinline__ Products(const ProjectParams& p, int head, int first_column) : p_(p) {
-    const int column = first_column + 8 * (lane_id() / 4);
-    has_columns_ = column < p.head_dim;
-    stride_ = int64_t{p.kv_heads} * (p.group + 2) * p.head_dim / 8;
-    weights_ = static_cast<const uint4*>(p.kernel) +
-               (int64_t{head} * p.head_dim + (has_columns_ ? column : 0)) / 8;
-  }
-
-  // Adds chunks [begin, end), the weights loaded two ahead.
-  __device__ __forceinline__ void add(int begin, int end) {
-    Weights weights[kAhead];
-    weights_ += first_element(begin) * stride_;
+  // Adds a stage. `side`: which 64 columns, `share`: which 16 elements of D.
+  __device__ __forceinline__ void add(const unsigned char* stage, int side, int share) {
+    const int lane = lane_id(), row = 16 * share + lane % 8;
+    uint32_t x[Shape::kGroups][4];
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) load(&weights[a], begin + a, end);
-#pragma unroll 1
-    for (int chunk = begin; chunk < end; chunk += kAhead) {
+    for (int group = 0; group < Shape::kGroups; ++group)
+      load_matrices<false>(x[group], stage + Shape::kWeightBytes +
+                                         (8 * group + lane % 8) * Shape::kLineBytes + share * 32 +
+                                         lane / 8 % 2 * 16);  // the upper lanes repeat the lower
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (chunk + a < end) multiply(weights[a], chunk + a);
-        load(&weights[a], chunk + a + kAhead, end);
-      }
+    for (int i = 0; i < 4; ++i) {
+      uint32_t w[4];
+      load_matrices<true>(
+          w, stage + Shape::weight(row + lane / 16 * 8, side * 8 + 2 * i + lane / 8 % 2));
+#pragma unroll
+      for (int group = 0; group < Shape::kGroups; ++group)
+        multiply_add<Shape::kDType>(sum[group][i], w, x[group][0], x[group][1]);
     }
   }
-
- private:
-  static constexpr int kAhead = 2;
-  struct Weights {
-    uint4 rows[8];
-  };
-
-  static __device__ __forceinline__ int first_element(int chunk) {
-    return chunk * kProjectChunk + lane_id() % 4 * 8;
-  }
-
-  // The chunks come in turn.
-  __device__ __forceinline__ void load(Weights* w, int chunk, int end) {
-    const bool there = chunk < end && first_element(chunk) < p_.width && has_columns_;
-    const uint4* at = weights_;
-#pragma unroll
-    for (int r = 0; r < 8; ++r) {
-      w->rows[r] = there ? load_once(at) : uint4{0, 0, 0, 0};
-      at += stride_;
-    }
-    weights_ += kProjectChunk * stride_;
-  }
-
-  __device__ __forceinline__ void multiply(const Weights& weights, int chunk) {
-    const int element = first_element(chunk);
-    uint4 x[kRowTiles][2];
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = tile * 16 + i * 8 + lane_id() / 4;
-        const auto* const from = static_cast<const uint4*>(p_.x);
-        x[tile][i] = row < p_.rows && element < p_.width
-                         ? from[(int64_t{row} * p_.width + element) / 8]
-                         : uint4{0, 0, 0, 0};
-      }
-#pragma unroll
-    for (int step = 0; step < 2; ++step) {
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        const uint4 &low = x[tile][0], &high = x[tile][1];
-        a[tile][0] = step ? low.z : low.x, a[tile][1] = step ? high.z : high.x;
-        a[tile][2] = step ? low.w : low.y, a[tile][3] = step ? high.w : high.y;
-      }
-      const uint4* const w = weights.rows + 4 * step;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t b0 = down_the_column(word(w[0], i / 2), word(w[1], i / 2), i % 2);
-        const uint32_t b1 = down_the_column(word(w[2], i / 2), word(w[3], i / 2), i % 2);
-#pragma unroll
-        for (int tile = 0; tile < kRowTiles; ++tile)
-          multiply_add<kDType>(sum[tile][i], a[tile], b0, b1);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
-    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-  }
-
-  const ProjectParams& p_;
-  const uint4* weights_;  // of this lane's columns, in the next chunk
-  int64_t stride_;        // of a row
-  bool has_columns_;
 };
 
 // One head of one row: bias, norm, RoPE, and where it goes. By one warp, lane l with elements l,
 // l + 32, ...
-template <DType kDType>
+template <DType kDType, int kPerLane>
 class HeadOfRow {
   using E = typename Element<kDType>::type;
 
@@ -159,19 +150,17 @@ class HeadOfRow {
     }
   }
 
-  // Adds the sums of all CTAs of the cluster and writes the result. `line`: H floats of scratch.
-  __device__ __forceinline__ void finish(const ProjectParams& p, const float* sums, int ctas,
-                                         float* line) const {
+  // Adds the sums [count, H] of all warps and writes the result. Their first line becomes scratch.
+  __device__ __forceinline__ void finish(const ProjectParams& p, float* sums, int count) const {
     const int head_dim = p.head_dim;
     float x[kPerLane], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] = bias_[i];
 #pragma unroll 4
-    for (int rank = 0; rank < ctas; ++rank) {
-      const float* const from = of_rank(sums, rank) + int64_t{row_} * head_dim;
+    for (int n = 0; n < count; ++n) {
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i)
-        if (lane_id() + 32 * i < head_dim) x[i] += from[lane_id() + 32 * i];
+        if (lane_id() + 32 * i < head_dim) x[i] += sums[n * head_dim + lane_id() + 32 * i];
     }
     if (norm_of(p)) {
 #pragma unroll
@@ -185,10 +174,10 @@ class HeadOfRow {
     }
     const int half = half_of(p);
     if (half > 0) {
-      __syncwarp();  // the line of the last row has been read
+      __syncwarp();  // all have read the line
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i)
-        if (lane_id() + 32 * i < head_dim) line[lane_id() + 32 * i] = x[i];
+        if (lane_id() + 32 * i < head_dim) sums[lane_id() + 32 * i] = x[i];
       __syncwarp();
     }
     const int64_t at = is_query(p) ? (int64_t{row_} * p.kv_heads + k_) * p.group + part_
@@ -202,7 +191,7 @@ class HeadOfRow {
       const int h = lane_id() + 32 * i;
       if (h >= head_dim) continue;
       if (h < 2 * half) {
-        const float other = h < half ? -line[h + half] : line[h - half];
+        const float other = h < half ? -sums[h + half] : sums[h - half];
         x[i] = x[i] * cos_[i] + other * sin_[i];
       }
       to[h] = Element<kDType>::from_float(x[i]);
@@ -210,8 +199,6 @@ class HeadOfRow {
   }
 
  private:
-  static constexpr int kPerLane = 256 / 32;
-
   __device__ __forceinline__ bool is_query(const ProjectParams& p) const { return part_ < p.group; }
   __device__ __forceinline__ bool is_key(const ProjectParams& p) const { return part_ == p.group; }
   __device__ __forceinline__ const void* norm_of(const ProjectParams& p) const {
@@ -225,53 +212,81 @@ class HeadOfRow {
   float bias_[kPerLane], norm_[kPerLane], cos_[kPerLane], sin_[kPerLane];
 };
 
-template <DType kDType, int kRowTiles>
-__global__ void __launch_bounds__(kProjectWarps * 32, project_ctas_per_sm(kRowTiles))
-    project_kernel(const __grid_constant__ ProjectParams p, const __grid_constant__ int ctas) {
-  constexpr int kRows = kRowTiles * 16;
-  let_next_kernel_start();
+// `ctas`: of a head, a cluster.
+template <typename Shape>
+__global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ? 3 : 4)
+    project_kernel(const __grid_constant__ ProjectParams p, const __grid_constant__ int ctas,
+                   const __grid_constant__ ProjectMaps maps) {
   wait_for_earlier_kernels();
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
   const int head = static_cast<int>(blockIdx.x) / ctas, rank = cluster_rank();
-  const int side = project_column_warps(p.head_dim), shares = kProjectWarps / side;
-  const int first_column = warp % side * kProjectColumns, share = warp / side;
-  float* const sums = reinterpret_cast<float*>(dynamic_shared());  // [shares, kRows, H]
-  const int plane = kRows * p.head_dim;
+  const int heads = p.kv_heads * (p.group + 2);
+  unsigned char* const shared = dynamic_shared();
+  auto* const barriers = reinterpret_cast<Barrier*>(shared + kProjectStages * Shape::kStageBytes);
+  float* const sums = reinterpret_cast<float*>(shared + Shape::kRingBytes);  // [lines, parts, H]
+  typename Shape::Ring ring(shared, barriers);
+  constexpr int kThreads = (kProjectWarps + 1) * 32, kRingIsReady = 1;
+  // Row r belongs to CTA r % ctas, its line is r / ctas.
+  const int lines = (p.rows - rank + ctas - 1) / ctas;
+  arrive_in_cluster();
+  if (warp == kProjectWarps) {
+    if (lane_id() == 0) {
+      ring.init(DIRECTKV_BULK_COPIES ? 1 : 32, kProjectWarps);
+      barrier_init_fence();
+    }
+    __syncwarp();
+    arrive_some(kRingIsReady, kThreads);
+    const int stages = Shape::stages(p.width);
+    fetch_weights<Shape>(p, maps, ring, head, stages * rank / ctas, stages * (rank + 1) / ctas);
+    wait_for_cluster();
+    arrive_in_cluster();
+    return;
+  }
+  if (warp == 0) {
+    if (lane_id() < lines)
+      clear_flag(p.projected + int64_t{rank + lane_id() * ctas} * heads + head);
+    __syncwarp();
+    let_next_kernel_start();  // one warp speaks for the CTA
+  }
+  sync_some(kRingIsReady, kThreads);
+  const int side = warp % Shape::kSide, share = warp / Shape::kSide;
+  Products<Shape> products;
   {
-    Products<kDType, kRowTiles> products(p, head, first_column);
-    const int chunks = (p.width + kProjectChunk - 1) / kProjectChunk;
-    const int part = rank * shares + share, parts = ctas * shares;
-    products.add(chunks * part / parts, chunks * (part + 1) / parts);
+    const int stages = Shape::stages(p.width);
+#pragma unroll 1
+    for (int i = stages * rank / ctas; i < stages * (rank + 1) / ctas; ++i) {
+      products.add(ring.take(), side, share);
+      ring.release();
+    }
+  }
+
+  using Head = HeadOfRow<Shape::kDType, Shape::kSide * kProjectColumns / 32>;
+  Head own(p, head, rank + warp * ctas);  // its loads arrive while the sums meet
+  const int part = rank * Shape::kShares + share, parts = ctas * Shape::kShares;
+  wait_for_cluster();  // all have started
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile)
+  for (int group = 0; group < Shape::kGroups; ++group)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = tile * 16 + e / 2 * 8 + lane_id() / 4;
-        const int column = first_column + 8 * (lane_id() % 4 * 2 + e % 2);
-        if (column >= p.head_dim || row >= p.rows) continue;
-        auto* const to =
-            reinterpret_cast<float4*>(sums + share * plane + row * p.head_dim + column);
-        const auto& s = products.sum[tile];
-        to[0] = {s[0][e], s[1][e], s[2][e], s[3][e]};
-        to[1] = {s[4][e], s[5][e], s[6][e], s[7][e]};
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * group + lane_id() % 4 * 2 + e;
+      if (row >= p.rows) continue;
+      float* const to = of_rank(sums + (row / ctas * parts + part) * p.head_dim, row % ctas);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int column = side * kProjectColumns + 8 * i + lane_id() / 4;
+        if (column < p.head_dim) to[column] = products.sum[group][i / 2][i % 2 * 2 + e];
       }
+    }
+  arrive_in_cluster();
+  if (lines <= 0) return;
+  wait_for_cluster();
+  for (int line = warp; line < lines; line += kProjectWarps) {
+    const int row = rank + line * ctas;
+    if (line != warp) own = Head(p, head, row);
+    own.finish(p, sums + line * parts * p.head_dim, parts);
+    __syncwarp();
+    if (lane_id() == 0) raise_flag(p.projected + int64_t{row} * heads + head);
   }
-  int row = rank * kProjectWarps + warp;
-  HeadOfRow<kDType> last(p, head, row);  // its loads arrive while the sums meet
-  __syncthreads();
-  for (int i = thread; i < p.rows * p.head_dim; i += kProjectWarps * 32) {
-    float sum = sums[i];
-    for (int s = 1; s < shares; ++s) sum += sums[s * plane + i];
-    sums[i] = sum;
-  }
-  sync_cluster();
-  float* const line = sums + shares * plane + warp * p.head_dim;
-  while (row < p.rows) {
-    last.finish(p, sums, ctas, line);
-    row += ctas * kProjectWarps;
-    if (row < p.rows) last = HeadOfRow<kDType>(p, head, row);
-  }
-  leave_cluster();  // no CTA ends while another reads its sums
 }
 
 }  // namespace directkv::cuda

@@ -10,16 +10,22 @@ namespace directkv::cuda {
 // measured.
 constexpr int kMaxProjectRows = 32;
 
-constexpr int kMaxProjectCtas = 8;  // a cluster that every part can schedule
+constexpr int kProjectWarps = 4;      // that multiply; one more fetches
+constexpr int kProjectColumns = 64;   // of a warp
+constexpr int kProjectStages = 6;     // of 8 KiB of weights
+constexpr int kMaxProjectCtas = 8;    // a cluster that every part can schedule
 
-// CTAs for each head: as many as the GPU holds at once and have work. `most_shares`: of D, for all
-// CTAs together.
-inline int choose_ctas_per_head(int heads, int shares_per_cta, int most_shares, int resident) {
-  int ctas = 1;
-  while (ctas < kMaxProjectCtas && 2 * ctas * heads <= resident &&
-         2 * ctas * shares_per_cta <= most_shares)
-    ctas *= 2;
-  return ctas;
+// Warps side by side over the columns of a head; the others share D.
+constexpr int project_column_warps(int head_dim) {
+  return head_dim <= kProjectColumns ? 1 : head_dim <= 2 * kProjectColumns ? 2 : 4;
+}
+// Elements of D in a stage: 16 for each of the warps that share them.
+constexpr int project_stage_rows(int column_warps) { return 16 * kProjectWarps / column_warps; }
+
+// CTAs for each head: about one on an SM, so that those of the attend kernel fit beside them, and
+// each with work. `stages`: of all D.
+inline int choose_ctas_per_head(int heads, int stages, int sm_count) {
+  return std::clamp(std::min((sm_count + heads / 2) / heads, stages), 1, kMaxProjectCtas);
 }
 
 }  // namespace directkv::cuda

@@ -23,6 +23,20 @@ struct LogitOptions {
   }
 };
 
+// Waits until the projection that was launched just before has written queries, keys and values of
+// row b, KV head k. All lanes of a warp.
+__device__ __forceinline__ void wait_for_projection(const AttendParams& p, int b, int k) {
+  const int kv_heads = p.cache.layout.kv_heads, parts = p.query_heads / kv_heads + 2;
+  const int count = p.query_tokens * parts;
+  const int32_t* const flags = p.projected + (int64_t{b} * p.query_tokens * kv_heads + k) * parts;
+#pragma unroll 1
+  for (int base = 0; base < count; base += 32) {
+    const int i = min(base + lane_id(), count - 1), t = i / parts;
+    wait_for_flag(flags + int64_t{t} * kv_heads * parts + (i - t * parts));
+  }
+  __syncwarp();
+}
+
 // The query rows of a segment.
 struct QueryRows {
   int64_t first;  // query of (b, t = 0, first head of k)

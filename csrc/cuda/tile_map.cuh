@@ -35,6 +35,7 @@ struct CopyBox {
 #if !defined(DIRECTKV_EMULATE_CUDA)
 
 using TileMap = CUtensorMap;
+using BoxMap = CUtensorMap;
 
 // Ahead of the first copy, which would wait for the map otherwise.
 __device__ __forceinline__ void prefetch_map(const TileMap* map) {
@@ -66,6 +67,16 @@ __device__ __forceinline__ void copy_from_map(void* shared, const CUtensorMap* m
       : "memory");
 }
 
+// Copies the box of a BoxMap that begins at elements (x, y, z); completes on the barrier.
+__device__ __forceinline__ void copy_box_at(void* shared, const CUtensorMap* map, int x, int y,
+                                            int z, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Copies tokens [row, row + box.tokens) of tile `tile`, starting with span `span`; completes on the
 // barrier. Rows 0 to page_size - 1 of a tile are its keys, the next page_size its values.
 __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int row, int tile,
@@ -76,8 +87,10 @@ __device__ __forceinline__ void copy_box(void* shared, const TileMap* map, int r
 
 #else
 
+using BoxMap = emulation::BoxMap;
 using TileMap = emulation::TileMap;
 using emulation::copy_box;
+using emulation::copy_box_at;
 using emulation::copy_run;
 inline void prefetch_map(const TileMap*) {}
 
@@ -105,5 +118,15 @@ cudaError_t make_tile_map(TileMap* map, const PageLayout& layout, const void* pa
 // The map of new tokens [B, T, K, H], of which a copy brings `box_tokens` of one head.
 cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* tokens, int batch,
                            int count, int box_tokens);
+
+// Three sizes, the innermost first.
+struct Extent3 {
+  int x, y, z;
+};
+
+// The map of an array [z, y, x] of 16-bit elements, of which a copy brings a box, with zeros beyond
+// the edges. x is a multiple of 8; `swizzled`: a box is 64 wide.
+cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box,
+                         bool swizzled);
 
 }  // namespace directkv::cuda

@@ -5,6 +5,7 @@
 // all stages are full.
 #pragma once
 
+#include "query_rows.cuh"
 #include "tile_shape.cuh"
 #include "work_list.cuh"
 
@@ -154,7 +155,7 @@ class TileProducer {
   }
 
   __device__ __forceinline__ void fetch_fresh(const Segment& segment, const Tile& tile) {
-    wait_for_earlier_kernels();  // a projection may not have ended
+    if (p_.projected) wait_for_projection(p_, segment.b, segment.k);
     const int64_t stride = int64_t{p_.cache.layout.kv_heads} * Shape::kTokenBytes;
     const int64_t first = (int64_t{segment.b} * p_.fresh_tokens + tile.position) * stride +
                           int64_t{segment.k} * Shape::kTokenBytes;

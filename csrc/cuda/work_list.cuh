@@ -87,9 +87,9 @@ class WorkCursor {
       go_to_begin(p, grid, first);
       any = next(p, grid);
       if (!early) return any;
-      if (!p.after_projection) wait_for_earlier_kernels();
+      if (!p.projected) wait_for_earlier_kernels();
       let_next_kernel_start();
-      if (p.after_projection) return any;
+      if (p.projected) return any;
       const RowWork now = RowGroup::load(p, 0);
       if (p.cache.batch <= 32 && !__any_sync(kFullWarp, now != first)) return any;
       first = now;

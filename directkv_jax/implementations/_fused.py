@@ -86,8 +86,9 @@ def _call(options: Options, norms: Norms):
         lse_like = jax.ShapeDtypeStruct(query_shape[:3], jnp.float32)
         size = workspace_bytes("cuda", query, page_table, options.storage)
         workspace = jax.ShapeDtypeStruct((size,), jnp.uint8)
-        out, lse, _, key, value, _ = jax.ffi.ffi_call(
-            _native.QKV_ATTEND, (query, lse_like, query, fresh, fresh, workspace)
+        flags = jax.ShapeDtypeStruct((batch * tokens, kv_heads * kernel.shape[2]), jnp.int32)
+        out, lse, _, key, value, _, _ = jax.ffi.ffi_call(
+            _native.QKV_ATTEND, (query, lse_like, query, fresh, fresh, flags, workspace)
         )(
             x, kernel, bias, query_norm, key_norm, cos, sin, pages, page_table, *rest,
             **attributes(options.storage),

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 uint3 threadIdx, blockIdx;
@@ -48,6 +49,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
   bool waited = false;       // for earlier kernels
+  int64_t cluster_phase = 0;  // the one it arrived in
   std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
 };
 
@@ -61,6 +63,8 @@ struct Block {
 struct LateWrite {
   char* at;
   std::vector<char> before, after;
+  const int32_t* flag;
+  bool done = true;  // at the moment
 };
 
 std::vector<Fiber> fibers;
@@ -73,7 +77,7 @@ std::map<const Barrier*, Phases> phases;
 std::vector<const void*> exchanged;
 const std::function<void()>* kernel_body;
 std::vector<LateWrite> late_writes;
-bool late_writes_done = true;  // at the moment
+std::vector<std::set<const int32_t*>> warp_flags;  // that a warp has waited for
 int64_t progress;              // barriers passed and threads ended
 
 Block& block() { return cluster[current / threads_in_block]; }
@@ -89,17 +93,18 @@ void yield() {
 }
 
 // Every thread finds the memory as it may: what is written late, once it has waited for that.
-void write_for(const Fiber& fiber) {
-  if (late_writes_done == fiber.waited) return;
-  late_writes_done = fiber.waited;
-  for (const LateWrite& w : late_writes) {
-    const std::vector<char>& data = fiber.waited ? w.after : w.before;
+void write_for_current() {
+  for (LateWrite& w : late_writes) {
+    const bool seen = fibers[current].waited || warp_flags[current / 32].count(w.flag) > 0;
+    if (w.done == seen) continue;
+    w.done = seen;
+    const std::vector<char>& data = seen ? w.after : w.before;
     std::copy(data.begin(), data.end(), w.at);
   }
 }
 
 void resume(Fiber& fiber) {
-  write_for(fiber);
+  write_for_current();
   if (_setjmp(scheduler) != 0) return;
   if (fiber.started) _longjmp(fiber.place, 1);
   fiber.started = true;
@@ -119,15 +124,18 @@ void stall() {
   }
 }
 
+void arrive(Meeting& barrier, int count) {
+  if (++barrier.arrived < count) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+  ++progress;
+  barrier.or_result = barrier.or_next;
+}
+
 void wait(Meeting& barrier, int count) {
   const int64_t generation = barrier.generation;
-  if (++barrier.arrived == count) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    ++progress;
-    barrier.or_result = barrier.or_next;
-    return;
-  }
+  arrive(barrier, count);
+  if (barrier.generation != generation) return;
   while (barrier.generation == generation) yield();
   stall();
 }
@@ -193,10 +201,10 @@ Options& options() {
   return instance;
 }
 
-void write_late(const void* p, std::vector<char> before) {
+void write_late(const void* p, std::vector<char> before, const int32_t* flag) {
   char* const at = static_cast<char*>(const_cast<void*>(p));
   std::vector<char> after(at, at + before.size());
-  late_writes.push_back({at, std::move(before), std::move(after)});
+  late_writes.push_back({at, std::move(before), std::move(after), flag});
 }
 
 void wait_for_earlier_kernels() {
@@ -204,6 +212,13 @@ void wait_for_earlier_kernels() {
   fibers[current].waited = true;
   ++progress;
   yield();  // the others may come here too before memory changes: it then changes once
+}
+
+void wait_for_flag(const int32_t* flag) {
+  while (*flag == 0) yield();
+  if (!warp_flags[current / 32].insert(flag).second) return;
+  ++progress;
+  yield();
 }
 
 void sync_block() { wait(block().all, threads_in_block); }
@@ -218,15 +233,25 @@ bool sync_block_or(bool predicate) {
 
 int cluster_rank() { return current / threads_in_block; }
 
-void sync_cluster() { wait(cluster_meeting, threads_in_cluster); }
+void arrive_in_cluster() {
+  fibers[current].cluster_phase = cluster_meeting.generation;
+  arrive(cluster_meeting, threads_in_cluster);
+}
 
-const unsigned char* of_rank(const unsigned char* shared, int rank) {
-  return cluster[rank].shared.get() + (shared - block().shared.get());
+void wait_for_cluster() {
+  while (cluster_meeting.generation == fibers[current].cluster_phase) yield();
+  stall();
+}
+
+unsigned char* of_rank(void* shared, int rank) {
+  return cluster[rank].shared.get() + (static_cast<unsigned char*>(shared) - block().shared.get());
 }
 
 void sync_warp() { wait(warp_meetings[current / 32], 32); }
 
 void sync_some(int id, int threads) { wait(block().named[id], threads); }
+
+void arrive_some(int id, int threads) { arrive(block().named[id], threads); }
 
 int lane() { return current % 32; }
 
@@ -319,6 +344,27 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
       }
 }
 
+void copy_box_at(void* shared, const BoxMap* map, int x, int y, int z, Barrier* barrier) {
+  const int pieces = map->box_x / 8;
+  if (reinterpret_cast<uintptr_t>(shared) % (map->swizzled ? 1024 : 128) != 0)
+    fail("misaligned bulk copy");
+  if (map->size_x % 8 != 0 || map->box_x % 8 != 0 || (map->swizzled && pieces != 8))
+    fail("not a map");
+  static const unsigned char zeros[16] = {};
+  auto* line = static_cast<unsigned char*>(shared);
+  for (int k = z; k < z + map->box_z; ++k)
+    for (int j = y; j < y + map->box_y; ++j, line += 16 * pieces)
+      for (int i = 0; i < pieces; ++i) {
+        const int at = x + 8 * i;
+        const bool there = k < map->size_z && j < map->size_y && at < map->size_x;
+        const int64_t element = (int64_t{k} * map->size_y + j) * map->size_x + at;
+        const int swizzle =
+            map->swizzled ? static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8) : 0;
+        start(find(barrier).copies, line + 16 * (i ^ swizzle),
+              there ? map->array + 2 * element : zeros, 16);
+      }
+}
+
 void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row,
                  Barrier* barrier) {
   if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("misaligned bulk copy");
@@ -350,6 +396,7 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_bloc
   for (int64_t first = 0; first < blocks; first += cluster_blocks) {
     cluster_meeting = {};
     warp_meetings.assign(threads_in_cluster / 32, {});
+    warp_flags.assign(threads_in_cluster / 32, {});
     phases.clear();
     cluster = std::vector<Block>(cluster_blocks);
     for (Block& b : cluster) {

@@ -44,22 +44,25 @@ struct Options {
 };
 Options& options();
 
-// For the next kernel launched: until a thread has waited for earlier kernels it finds `before` at
-// `p`, then what is there now.
-void write_late(const void* p, std::vector<char> before);
+// For the next kernel launched: until a thread has waited for earlier kernels, or its warp for
+// `flag`, it finds `before` at `p`, then what is there now.
+void write_late(const void* p, std::vector<char> before, const int32_t* flag = nullptr);
 void wait_for_earlier_kernels();
+void wait_for_flag(const int32_t* flag);
 
 void sync_block();
 bool sync_block_or(bool predicate);
 void sync_warp();
 void sync_some(int id, int threads);
+void arrive_some(int id, int threads);
 // The 32 pointers that the lanes of this warp gave; valid until the next call of sync_warp().
 const void* const* exchange(const void* own);
 int lane();
 unsigned char* dynamic_shared();
 int cluster_rank();
-void sync_cluster();
-const unsigned char* of_rank(const unsigned char* shared, int rank);
+void arrive_in_cluster();
+void wait_for_cluster();
+unsigned char* of_rank(void* shared, int rank);
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster,
               const std::function<void()>& body);
 
@@ -78,12 +81,18 @@ struct TileMap {
   int64_t tiles;
   int span_bytes, box_tokens, box_spans;
 };
+struct BoxMap {
+  const unsigned char* array;
+  int size_x, size_y, size_z, box_x, box_y, box_z;
+  bool swizzled;
+};
 struct TokenMap {
   const unsigned char* tokens;
   int batch, count, token_bytes, head_bytes, box_tokens;
 };
 void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row, Barrier* barrier);
 void copy_run(void* shared, const void* global, int bytes, Barrier* barrier);
+void copy_box_at(void* shared, const BoxMap* map, int x, int y, int z, Barrier* barrier);
 void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier);
 
 // What lane `from` passed as `value`.
@@ -137,6 +146,8 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 namespace directkv::cuda {
 
 using emulation::Barrier;
+using emulation::arrive_in_cluster;
+using emulation::arrive_some;
 using emulation::barrier_arrive;
 using emulation::barrier_arrive_after_copies;
 using emulation::barrier_arrive_expecting;
@@ -145,20 +156,21 @@ using emulation::barrier_wait;
 using emulation::cluster_rank;
 using emulation::copy_async_16;
 using emulation::dynamic_shared;
-using emulation::sync_cluster;
 using emulation::sync_some;
+using emulation::wait_for_cluster;
 using emulation::wait_for_earlier_kernels;
+using emulation::wait_for_flag;
 
 inline void barrier_init_fence() {}
-inline void leave_cluster() { sync_cluster(); }
 inline void let_next_kernel_start() {}
 inline void fence_before_bulk_copies() {}
 inline int32_t load_relaxed(const int32_t* p) { return *p; }
+inline void clear_flag(int32_t* flag) { *flag = 0; }
+inline void raise_flag(int32_t* flag) { *flag = 1; }
 inline uint4 load_once(const uint4* p) { return *p; }
 template <typename T>
-const T* of_rank(const T* shared, int rank) {
-  const auto* const bytes = reinterpret_cast<const unsigned char*>(shared);
-  return reinterpret_cast<const T*>(emulation::of_rank(bytes, rank));
+T* of_rank(T* shared, int rank) {
+  return reinterpret_cast<T*>(emulation::of_rank(shared, rank));
 }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }

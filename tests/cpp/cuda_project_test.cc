@@ -1,4 +1,5 @@
 // project, alone and with attend behind it.
+#include <algorithm>
 #include <cmath>
 #include <random>
 
@@ -113,7 +114,8 @@ class DeviceProjection {
         sin_(4 * c.sin.size(), Placement::kDevice),
         query_(bytes(c.shape.kv_heads * c.shape.group), Placement::kDevice),
         key_(bytes(c.shape.kv_heads), Placement::kDevice),
-        value_(bytes(c.shape.kv_heads), Placement::kDevice) {
+        value_(bytes(c.shape.kv_heads), Placement::kDevice),
+        projected_(size_t{4} * c.shape.rows * c.shape.heads(), Placement::kDevice) {
     x_.upload(c.x.data());
     kernel_.upload(c.kernel.data());
     bias_.upload(c.bias.data());
@@ -142,8 +144,16 @@ class DeviceProjection {
     p.cos = static_cast<const float*>(cos_.get()), p.sin = static_cast<const float*>(sin_.get());
     p.norm_eps = ProjectCase::kNormEps, p.norm_offset = ProjectCase::kNormOffset;
     p.query = query_.get(), p.key = key_.get(), p.value = value_.get();
+    p.projected = static_cast<int32_t*>(projected_.get());
     p.ctas_per_head = s.ctas_per_head;
     return p;
+  }
+
+  // Whether every flag is raised.
+  bool projected() const {
+    std::vector<int32_t> flags(static_cast<size_t>(case_.shape.rows) * case_.shape.heads());
+    projected_.download(flags.data());
+    return std::all_of(flags.begin(), flags.end(), [](int32_t flag) { return flag == 1; });
   }
 
   // [rows, heads, H] in the order of the packed weights.
@@ -174,7 +184,7 @@ class DeviceProjection {
   }
 
   const ProjectCase& case_;
-  Buffer x_, kernel_, bias_, query_norm_, key_norm_, cos_, sin_, query_, key_, value_;
+  Buffer x_, kernel_, bias_, query_norm_, key_norm_, cos_, sin_, query_, key_, value_, projected_;
 };
 
 void check_project(const ProjectShape& shape, uint32_t seed) {
@@ -182,6 +192,7 @@ void check_project(const ProjectShape& shape, uint32_t seed) {
   DeviceProjection device(c);
   CUDA_CHECK(cuda::project(device.params(), nullptr));
   CUDA_CHECK(cudaDeviceSynchronize());
+  CHECK(device.projected(), "flags: %s", c.text().c_str());
   const double error = relative_error(device.results(), c.oracle());
   // One rounding of the result.
   CHECK(error < (shape.dtype == DType::kBF16 ? 2.5e-3 : 3.5e-4), "error %.3g: %s", error,
@@ -204,13 +215,13 @@ TEST(project_shapes) {
         s.rotary_dim = 2 * (rng() % (head_dim / 2 + 1));
         s.bias = rng() % 2;
         s.norms = rng() % 2;
-        s.ctas_per_head = rng() % 2 ? 1 << rng() % 4 : 0;
+        s.ctas_per_head = rng() % 9;
         check_project(s, seed++);
       }
 }
 
 TEST(project_any_number_of_ctas) {
-  for (int ctas : {1, 2, 4, 8})
+  for (int ctas : {1, 2, 3, 5, 8})
     for (int width : {8, 576}) {
       ProjectShape s;
       s.rows = 5;
@@ -250,11 +261,29 @@ TEST(project_refuses) {
   CHECK(refused([](ProjectParams& p) { p.width = 12; }), "width");
   CHECK(refused([](ProjectParams& p) { p.dtype = DType::kF32; }), "dtype");
   CHECK(refused([](ProjectParams& p) { p.rotary_dim = 66; }), "rotary dim");
-  CHECK(refused([](ProjectParams& p) { p.ctas_per_head = 3; }), "ctas");
+  CHECK(refused([](ProjectParams& p) { p.ctas_per_head = 9; }), "ctas");
+  CHECK(refused([](ProjectParams& p) { p.projected = nullptr; }), "flags");
   ProjectParams p = device.params();
   p.rows = 0;
   CHECK(cuda::project(p, nullptr) == cudaSuccess, "nothing to do");
 }
+
+#if defined(DIRECTKV_EMULATE_CUDA)
+// Every head of every row is there for a warp once it has waited for its flag.
+void write_late(const Shape& s, const AttendParams& p) {
+  const int64_t bytes = 2 * s.head_dim;
+  const int parts = s.group + 2;
+  for (int row = 0; row < s.batch * s.query_tokens; ++row)
+    for (int k = 0; k < s.kv_heads; ++k)
+      for (int part = 0; part < parts; ++part) {
+        const int64_t at = int64_t{row} * s.kv_heads + k;
+        const auto* const array =
+            static_cast<const char*>(part < s.group ? p.query : part == s.group ? p.key : p.value);
+        emulation::write_late(array + (part < s.group ? at * s.group + part : at) * bytes,
+                              std::vector<char>(bytes, '\xff'), p.projected + at * parts + part);
+      }
+}
+#endif
 
 // attend behind a projection: it starts early, and reads query, key and value late.
 TEST(project_then_attend) {
@@ -294,12 +323,10 @@ TEST(project_then_attend) {
       Buffer keys(key.size(), Placement::kDevice), values(key.size(), Placement::kDevice);
       project.key = keys.get(), project.value = values.get();
       if (s.fresh) p.key = keys.get(), p.value = values.get();
-      p.after_projection = true;
+      p.projected = project.projected;
       CUDA_CHECK(cuda::project(project, nullptr));
 #if defined(DIRECTKV_EMULATE_CUDA)
-      for (const auto& [at, bytes] :
-           {std::pair{p.query, attention.query.size()}, {p.key, key.size()}, {p.value, key.size()}})
-        emulation::write_late(at, std::vector<char>(bytes, '\xff'));
+      write_late(s, p);
 #endif
       CUDA_CHECK(cuda::attend(p, nullptr));
       CUDA_CHECK(cudaDeviceSynchronize());
