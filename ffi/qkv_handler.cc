@@ -73,9 +73,8 @@ ffi::Error qkv_attend(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer kern
                       ffi::Result<Floats> lse, ffi::Result<ffi::AnyBuffer> query,
                       ffi::Result<ffi::AnyBuffer> key, ffi::Result<ffi::AnyBuffer> value,
                       ffi::Result<Ints> projected, ffi::Result<ffi::AnyBuffer> workspace,
-                      int32_t page_size, int32_t host,
-                      int32_t tracked, float scale, float soft_cap, int32_t window_left,
-                      int32_t num_ctas, float norm_eps, float norm_offset) {
+                      int32_t page_size, int32_t host, int32_t tracked, float scale, float soft_cap,
+                      int32_t window_left, int32_t num_ctas, float norm_eps, float norm_offset) {
   const StorageAttributes attributes{page_size, host, tracked};
   if (auto error = check_residence(pages, attributes); error.failure()) return error;
   AttendParams params{};

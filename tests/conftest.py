@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before JAX starts: sharding is tested on four virtual CPU devices, and for a GPU XLA does not search
-# for the fastest matrix products, which takes it a minute for a float32 model.
+# Before JAX starts: sharding is tested on four virtual CPU devices, and for a GPU XLA does not
+# search for the fastest matrix products, which takes it a minute for a float32 model.
 for _flag in ("xla_force_host_platform_device_count=4", "xla_gpu_autotune_level=0"):
     if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{_flag}".strip()

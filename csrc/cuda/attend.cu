@@ -109,6 +109,8 @@ cudaError_t attend(const AttendParams& p, cudaStream_t stream) {
   grid.rows_per_block = plan.rows_per_block;
   grid.row_blocks = plan.row_blocks;
   while (grid.tile_tokens() < tile) ++grid.tile_shift;
+  // To start a CTA costs more than its second tile would, unless it starts while a projection runs.
+  grid.least_tiles = p.projected ? 1 : 2;
   grid.inverse_group = 1.0f / static_cast<float>(p.query_heads / layout.kv_heads);
   grid.box_tokens = box_tokens(layout.page_size, tile);
   const cudaError_t status = launch_partial(p, plan, limits, &grid, stream);

@@ -73,7 +73,8 @@ cudaError_t launch_attention(const AttendParams& p, const AttendPlan& plan,
   if (stages(ctas_per_sm) < kMinStages) ctas_per_sm = 1;  // parts with 100 KiB of shared memory
   grid->stages = stages(ctas_per_sm);
   if (p.projected && !p.pages_on_host)
-    grid->stages = std::min(grid->stages, std::max(2, kRingBesideProjection / TileRing<Shape>::kBytes));
+    grid->stages =
+        std::min(grid->stages, std::max(2, kRingBesideProjection / TileRing<Shape>::kBytes));
   if (grid->stages < 2) return cudaErrorInvalidConfiguration;
   const Memory memory = !p.pages_on_host       ? Memory::kHbm
                         : limits.coherent_link ? Memory::kC2c

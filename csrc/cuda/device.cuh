@@ -196,34 +196,44 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-// __syncthreads() of all CTAs of the cluster, in two steps. What was written before the first is
-// seen after the second. A thread may end between them.
+// The barrier of all threads of the cluster, in two steps: once over, all its CTAs have started,
+// and barriers that were initialised and fenced before the first are there for the others.
 __device__ __forceinline__ void arrive_in_cluster() {
 #if DIRECTKV_BULK_COPIES
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_cluster() {
 #if DIRECTKV_BULK_COPIES
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
 
-// The same place in the shared memory of another CTA of the cluster, which has started and has not
-// ended.
-template <typename T>
-__device__ __forceinline__ T* of_rank(T* shared, int rank) {
 #if DIRECTKV_BULK_COPIES
-  uint64_t there;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(shared), "r"(rank));
-  return reinterpret_cast<T*>(there);
-#else
-  (void)rank;
-  return shared;
+// A place in the shared memory of the CTA `rank` of the cluster, which has started and has not
+// ended: where `floats` is here. Stores count as 4 bytes on the barrier that is there where
+// `barrier` is here.
+class ClusterFloats {
+ public:
+  __device__ __forceinline__ ClusterFloats(const float* floats, const Barrier* barrier, int rank) {
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(floats_)
+        : "r"(shared_address(floats)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(barrier_)
+        : "r"(shared_address(barrier)), "r"(rank));
+  }
+  __device__ __forceinline__ void store(int i, float value) const {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     floats_ + 4 * i),
+                 "r"(__float_as_uint(value)), "r"(barrier_)
+                 : "memory");
+  }
+
+ private:
+  unsigned floats_, barrier_;
+};
 #endif
-}
 
 // A load of what no kernel writes meanwhile and nobody reads again.
 __device__ __forceinline__ uint4 load_once(const uint4* p) {

@@ -19,16 +19,27 @@ __device__ __forceinline__ void answer(const AttendParams& p, int64_t query, flo
   if (thread == 0) p.lse[query] = lse;
 }
 
-// Adds a state and its sums to `own` and `sum`; `m` is at least the maximum of both.
-__device__ __forceinline__ void merge_into(SoftmaxState* own, float4* sum, float m,
-                                           SoftmaxState state, const float4& o) {
-  const float keep = rescale(own->m, m), weight = rescale(state.m, m);
-  *own = {m, own->l * keep + weight * state.l};
-  sum->x = sum->x * keep + weight * o.x;
-  sum->y = sum->y * keep + weight * o.y;
-  sum->z = sum->z * keep + weight * o.z;
-  sum->w = sum->w * keep + weight * o.w;
-}
+// A state and its sums over the values of 4 columns.
+struct MergedState {
+  SoftmaxState own = empty_state();
+  float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  // Carries it over to the maximum `m`, at least its own.
+  __device__ __forceinline__ void carry_to(float m) {
+    const float keep = rescale(own.m, m);
+    own = {m, own.l * keep};
+    sum.x *= keep, sum.y *= keep, sum.z *= keep, sum.w *= keep;
+  }
+  // Adds another whose maximum is at most its own.
+  __device__ __forceinline__ void add(SoftmaxState state, const float4& o) {
+    const float weight = rescale(state.m, own.m);
+    own.l += weight * state.l;
+    sum.x += weight * o.x;
+    sum.y += weight * o.y;
+    sum.z += weight * o.z;
+    sum.w += weight * o.w;
+  }
+};
 
 // Row r of a unit, from the partial states that CTAs [first_cta, last_cta] left of it. The threads
 // stand in sets of H/4, one thread per 4 columns; a set merges every sets-th state, kAtOnce of them
@@ -45,8 +56,7 @@ __device__ __forceinline__ void merge_row(const AttendParams& p, const AttendGri
   const int quads = head_dim / 4, sets = kMergeThreads / quads;
   const int set = thread / quads, quad = thread % quads;
   const PartialStates states(p, grid);
-  SoftmaxState own = empty_state();
-  float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+  MergedState merged;
   for (int cta = first_cta + set; set < sets && cta <= last_cta; cta += kAtOnce * sets) {
     SoftmaxState state[kAtOnce];
     float4 o[kAtOnce];
@@ -60,30 +70,30 @@ __device__ __forceinline__ void merge_row(const AttendParams& p, const AttendGri
       state[i] = {states.m[at], states.l[at]};
       o[i] = *reinterpret_cast<const float4*>(states.o + at * head_dim + quad * 4);
     }
-    float m = own.m;
+    float m = merged.own.m;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) m = max_keep_nan(m, state[i].m);
+    merged.carry_to(m);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) merge_into(&own, &sum, m, state[i], o[i]);
+    for (int i = 0; i < kAtOnce; ++i) merged.add(state[i], o[i]);
   }
   if (set < sets) {
-    *reinterpret_cast<float4*>(sums + 4 * thread) = sum;
-    if (quad == 0) set_states[set] = own;
+    *reinterpret_cast<float4*>(sums + 4 * thread) = merged.sum;
+    if (quad == 0) set_states[set] = merged.own;
   }
   __syncthreads();
   if (set == 0) {
     for (int s = 1; s < sets; ++s) {
-      const float m = max_keep_nan(own.m, set_states[s].m);
-      merge_into(&own, &sum, m, set_states[s],
-                 *reinterpret_cast<const float4*>(sums + 4 * (s * quads + quad)));
+      merged.carry_to(max_keep_nan(merged.own.m, set_states[s].m));
+      merged.add(set_states[s], *reinterpret_cast<const float4*>(sums + 4 * (s * quads + quad)));
     }
-    const float inverse = inverse_sum(own);
+    const float inverse = inverse_sum(merged.own);
     E* const to = static_cast<E*>(p.out) + query * head_dim + quad * 4;
-    to[0] = Element<kDType>::from_float(sum.x * inverse);
-    to[1] = Element<kDType>::from_float(sum.y * inverse);
-    to[2] = Element<kDType>::from_float(sum.z * inverse);
-    to[3] = Element<kDType>::from_float(sum.w * inverse);
-    if (quad == 0) p.lse[query] = logsumexp(own);
+    to[0] = Element<kDType>::from_float(merged.sum.x * inverse);
+    to[1] = Element<kDType>::from_float(merged.sum.y * inverse);
+    to[2] = Element<kDType>::from_float(merged.sum.z * inverse);
+    to[3] = Element<kDType>::from_float(merged.sum.w * inverse);
+    if (quad == 0) p.lse[query] = logsumexp(merged.own);
   }
   __syncthreads();  // before the next row
 }

@@ -5,11 +5,12 @@
 // ring of stages, the others multiply, each 64 columns and 16 of the D elements of a stage. The
 // columns are the 16 rows of a matrix instruction, the rows of x its 8 columns.
 //
-// Each row of a head belongs to one CTA of the cluster. All warps write their sums of it there; one
-// warp adds them in order, finishes the row, and raises its flag. The attend kernel waits for the
-// flags of the heads it needs and not for the end of this kernel: that would come no sooner than
-// what its own producer warps have begun to fetch. It may look at the flags once every CTA has let
-// it start, which each does after clearing its own.
+// Each row of a head belongs to one CTA of the cluster. All warps store their sums of it there,
+// past any fence: the stores complete on a barrier. One warp adds them in order, finishes the row,
+// and raises its flag. The attend kernel waits for the flags of the heads it needs and not for the
+// end of this kernel: that would come no sooner than what its own producer warps have begun to
+// fetch. It may look at the flags once every CTA has let it start, which each does after clearing
+// its own.
 #pragma once
 
 #include <cmath>
@@ -34,7 +35,7 @@ struct ProjectShape {
   static constexpr int kBytes = kWeightBytes + 8 * kGroups * kLineBytes;
   static constexpr int kStageBytes = (kBytes + 1023) / 1024 * 1024;
   using Ring = StageRing<kProjectStages, kStageBytes>;
-  static constexpr int kRingBytes = kProjectStages * (kStageBytes + 16);
+  static constexpr int kRingBytes = kProjectStages * (kStageBytes + 16) + 16;  // with all barriers
 
   static __host__ __device__ __forceinline__ int stages(int width) {
     return (width + kRows - 1) / kRows;
@@ -218,74 +219,94 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
     project_kernel(const __grid_constant__ ProjectParams p, const __grid_constant__ int ctas,
                    const __grid_constant__ ProjectMaps maps) {
   wait_for_earlier_kernels();
+  constexpr int kThreads = (kProjectWarps + 1) * 32, kRingIsReady = 1;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int head = static_cast<int>(blockIdx.x) / ctas, rank = cluster_rank();
   const int heads = p.kv_heads * (p.group + 2);
-  unsigned char* const shared = dynamic_shared();
-  auto* const barriers = reinterpret_cast<Barrier*>(shared + kProjectStages * Shape::kStageBytes);
-  float* const sums = reinterpret_cast<float*>(shared + Shape::kRingBytes);  // [lines, parts, H]
-  typename Shape::Ring ring(shared, barriers);
-  constexpr int kThreads = (kProjectWarps + 1) * 32, kRingIsReady = 1;
   // Row r belongs to CTA r % ctas, its line is r / ctas.
   const int lines = (p.rows - rank + ctas - 1) / ctas;
-  arrive_in_cluster();
+  const auto flag = [&](int line) {
+    return p.projected + int64_t{rank + line * ctas} * heads + head;
+  };
+  unsigned char* const shared = dynamic_shared();
+  auto* const barriers = reinterpret_cast<Barrier*>(shared + kProjectStages * Shape::kStageBytes);
+  Barrier* const sums_are_there = barriers + 2 * kProjectStages;
+  float* const sums = reinterpret_cast<float*>(shared + Shape::kRingBytes);  // [lines, parts, H]
+  typename Shape::Ring ring(shared, barriers);
+  const int stages = Shape::stages(p.width);
+  const int begin = stages * rank / ctas, end = stages * (rank + 1) / ctas;
+  const int side = warp % Shape::kSide, share = warp / Shape::kSide;
+  Products<Shape> products;
+
+  const int part = rank * Shape::kShares + share, parts = ctas * Shape::kShares;
   if (warp == kProjectWarps) {
     if (lane_id() == 0) {
       ring.init(DIRECTKV_BULK_COPIES ? 1 : 32, kProjectWarps);
+#if DIRECTKV_BULK_COPIES
+      barrier_init(sums_are_there, 1);
       barrier_init_fence();
+      if (lines > 0) barrier_arrive_expecting(sums_are_there, 4 * lines * parts * p.head_dim);
+#endif
     }
     __syncwarp();
-    arrive_some(kRingIsReady, kThreads);
-    const int stages = Shape::stages(p.width);
-    fetch_weights<Shape>(p, maps, ring, head, stages * rank / ctas, stages * (rank + 1) / ctas);
-    wait_for_cluster();
     arrive_in_cluster();
-    return;
-  }
-  if (warp == 0) {
-    if (lane_id() < lines)
-      clear_flag(p.projected + int64_t{rank + lane_id() * ctas} * heads + head);
-    __syncwarp();
-    let_next_kernel_start();  // one warp speaks for the CTA
-  }
-  sync_some(kRingIsReady, kThreads);
-  const int side = warp % Shape::kSide, share = warp / Shape::kSide;
-  Products<Shape> products;
-  {
-    const int stages = Shape::stages(p.width);
+    arrive_some(kRingIsReady, kThreads);
+    fetch_weights<Shape>(p, maps, ring, head, begin, end);
+  } else {
+    arrive_in_cluster();
+    if (warp == 0) {
+      if (lane_id() < lines) clear_flag(flag(lane_id()));
+      __syncwarp();
+      let_next_kernel_start();  // one warp speaks for the CTA
+    }
+    sync_some(kRingIsReady, kThreads);
 #pragma unroll 1
-    for (int i = stages * rank / ctas; i < stages * (rank + 1) / ctas; ++i) {
+    for (int i = begin; i < end; ++i) {
       products.add(ring.take(), side, share);
       ring.release();
     }
   }
 
   using Head = HeadOfRow<Shape::kDType, Shape::kSide * kProjectColumns / 32>;
-  Head own(p, head, rank + warp * ctas);  // its loads arrive while the sums meet
-  const int part = rank * Shape::kShares + share, parts = ctas * Shape::kShares;
-  wait_for_cluster();  // all have started
-#pragma unroll
-  for (int group = 0; group < Shape::kGroups; ++group)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = 8 * group + lane_id() % 4 * 2 + e;
-      if (row >= p.rows) continue;
-      float* const to = of_rank(sums + (row / ctas * parts + part) * p.head_dim, row % ctas);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int column = side * kProjectColumns + 8 * i + lane_id() / 4;
-        if (column < p.head_dim) to[column] = products.sum[group][i / 2][i % 2 * 2 + e];
-      }
-    }
-  arrive_in_cluster();
-  if (lines <= 0) return;
+  const int own_lines = warp < kProjectWarps ? lines : 0;  // of a warp: every fourth
+  Head own(p, head, rank + warp * ctas);                   // loads arrive while the sums meet
   wait_for_cluster();
-  for (int line = warp; line < lines; line += kProjectWarps) {
-    const int row = rank + line * ctas;
-    if (line != warp) own = Head(p, head, row);
+  if (warp < kProjectWarps) {
+#pragma unroll
+    for (int group = 0; group < Shape::kGroups; ++group)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = 8 * group + lane_id() % 4 * 2 + e;
+        if (row >= p.rows) continue;
+        float* const line = sums + (row / ctas * parts + part) * p.head_dim;
+#if DIRECTKV_BULK_COPIES
+        const ClusterFloats to(line, sums_are_there, row % ctas);
+#endif
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int column = side * kProjectColumns + 8 * i + lane_id() / 4;
+          if (column >= p.head_dim) continue;
+          const float sum = products.sum[group][i / 2][i % 2 * 2 + e];
+#if DIRECTKV_BULK_COPIES
+          to.store(column, sum);
+#else
+          line[column] = sum;
+#endif
+        }
+      }
+  }
+#if !DIRECTKV_BULK_COPIES
+  __syncthreads();
+#endif
+  for (int line = warp; line < own_lines; line += kProjectWarps) {
+#if DIRECTKV_BULK_COPIES
+    barrier_wait(sums_are_there, 0);
+    __syncwarp();
+#endif
+    if (line != warp) own = Head(p, head, rank + line * ctas);
     own.finish(p, sums + line * parts * p.head_dim, parts);
     __syncwarp();
-    if (lane_id() == 0) raise_flag(p.projected + int64_t{row} * heads + head);
+    if (lane_id() == 0) raise_flag(flag(line));
   }
 }
 

@@ -10,10 +10,10 @@ namespace directkv::cuda {
 // measured.
 constexpr int kMaxProjectRows = 32;
 
-constexpr int kProjectWarps = 4;      // that multiply; one more fetches
-constexpr int kProjectColumns = 64;   // of a warp
-constexpr int kProjectStages = 6;     // of 8 KiB of weights
-constexpr int kMaxProjectCtas = 8;    // a cluster that every part can schedule
+constexpr int kProjectWarps = 4;     // that multiply; one more fetches
+constexpr int kProjectColumns = 64;  // of a warp
+constexpr int kProjectStages = 6;    // of 8 KiB of weights
+constexpr int kMaxProjectCtas = 8;   // a cluster that every part can schedule
 
 // Warps side by side over the columns of a head; the others share D.
 constexpr int project_column_warps(int head_dim) {

@@ -30,7 +30,13 @@ cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* 
 
 cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box,
                          bool swizzled) {
-  *map = {static_cast<const unsigned char*>(array), size.x, size.y, size.z, box.x, box.y, box.z,
+  *map = {static_cast<const unsigned char*>(array),
+          size.x,
+          size.y,
+          size.z,
+          box.x,
+          box.y,
+          box.z,
           swizzled};
   return cudaSuccess;
 }

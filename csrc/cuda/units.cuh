@@ -17,6 +17,7 @@ struct AttendGrid {
   int stages;           // of the ring
   int box_tokens;       // tokens one copy brings: a divisor of page_size and of a tile
   int ctas;             // launched
+  int least_tiles;      // of a CTA that has work
   float inverse_group;  // 1 / G
 
   __host__ __device__ int tile_tokens() const { return 1 << tile_shift; }

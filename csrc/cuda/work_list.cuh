@@ -47,11 +47,11 @@ struct RowGroup {
 // The even split: CTA c has the work [begin(c), begin(c + 1)), the first few CTAs one more than the
 // rest.
 struct WorkSplit {
-  int ctas;  // that have work: of less than two tiles the rest costs more than it saves
+  int ctas;  // that have work
   int each, rest;
 
   __device__ __forceinline__ WorkSplit(const AttendGrid& grid, int total)
-      : ctas(min(grid.ctas, (total + 1) / 2)),
+      : ctas(min(grid.ctas, (total + grid.least_tiles - 1) / grid.least_tiles)),
         each(ctas > 0 ? total / ctas : 0),
         rest(total - each * ctas) {}
   __device__ __forceinline__ int begin(int c) const { return each * c + min(c, rest); }

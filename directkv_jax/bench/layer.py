@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=options.heads, default=(32, 8), metavar="N/K", help="(default: 32/8)")
     add("--head-dim", type=options.positive, default=128, metavar="H", help="N H is D, too")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--layers", type=options.positive, default=8, metavar="L", help="timed together")
+    add("--layers", type=options.positive, default=16, metavar="L", help="timed together")
     add("--preset", choices=("reach",), help="B = 1, 4, 8 and S = 1k, 4k, 16k")
     add("--repeats", type=options.positive, default=5, help="the median counts")
     add("--json", action="store_true", help="end with one JSON object on stdout")

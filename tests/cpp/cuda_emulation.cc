@@ -48,9 +48,9 @@ struct Fiber {
   bool started = false;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool done = false;
-  bool waited = false;       // for earlier kernels
+  bool waited = false;        // for earlier kernels
   int64_t cluster_phase = 0;  // the one it arrived in
-  std::vector<Copy> copies;  // of 16 bytes, not yet tied to a barrier
+  std::vector<Copy> copies;   // of 16 bytes, not yet tied to a barrier
 };
 
 // A thread block of the cluster that runs.
@@ -78,7 +78,7 @@ std::vector<const void*> exchanged;
 const std::function<void()>* kernel_body;
 std::vector<LateWrite> late_writes;
 std::vector<std::set<const int32_t*>> warp_flags;  // that a warp has waited for
-int64_t progress;              // barriers passed and threads ended
+int64_t progress;                                  // barriers reached and passed, threads ended
 
 Block& block() { return cluster[current / threads_in_block]; }
 
@@ -168,6 +168,7 @@ void start(std::vector<Copy>& copies, void* to, const void* from, size_t bytes) 
 
 void arrive(Phases& p) {
   if (++p.arrived > p.arrivals) fail("more arrivals at a barrier than announced");
+  ++progress;
 }
 
 void run_cluster(int64_t first_block) {
@@ -243,8 +244,17 @@ void wait_for_cluster() {
   stall();
 }
 
-unsigned char* of_rank(void* shared, int rank) {
-  return cluster[rank].shared.get() + (static_cast<unsigned char*>(shared) - block().shared.get());
+ClusterFloats::ClusterFloats(const float* floats, const Barrier* barrier, int rank) {
+  const auto there = [&](const void* here) {
+    return cluster[rank].shared.get() +
+           (static_cast<const unsigned char*>(here) - block().shared.get());
+  };
+  floats_ = reinterpret_cast<float*>(there(floats));
+  barrier_ = reinterpret_cast<const Barrier*>(there(barrier));
+}
+
+void ClusterFloats::store(int i, float value) const {
+  start(find(barrier_).copies, floats_ + i, &value, sizeof(value));
 }
 
 void sync_warp() { wait(warp_meetings[current / 32], 32); }

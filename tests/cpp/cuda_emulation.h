@@ -37,6 +37,8 @@
 
 namespace directkv::emulation {
 
+using Barrier = uint64_t;
+
 struct Options {
   bool reverse = false;     // last thread first
   bool late_copies = true;  // asynchronous copies land when they are waited for, not at once
@@ -62,11 +64,19 @@ unsigned char* dynamic_shared();
 int cluster_rank();
 void arrive_in_cluster();
 void wait_for_cluster();
-unsigned char* of_rank(void* shared, int rank);
+// See csrc/cuda/device.cuh.
+class ClusterFloats {
+ public:
+  ClusterFloats(const float* floats, const Barrier* barrier, int rank);
+  void store(int i, float value) const;
+
+ private:
+  float* floats_;
+  const Barrier* barrier_;
+};
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster,
               const std::function<void()>& body);
 
-using Barrier = uint64_t;
 void copy_async_16(void* to, const void* from);
 void barrier_init(Barrier* barrier, int arrivals);
 void barrier_arrive(Barrier* barrier);
@@ -145,15 +155,16 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 
 namespace directkv::cuda {
 
-using emulation::Barrier;
 using emulation::arrive_in_cluster;
 using emulation::arrive_some;
+using emulation::Barrier;
 using emulation::barrier_arrive;
 using emulation::barrier_arrive_after_copies;
 using emulation::barrier_arrive_expecting;
 using emulation::barrier_init;
 using emulation::barrier_wait;
 using emulation::cluster_rank;
+using emulation::ClusterFloats;
 using emulation::copy_async_16;
 using emulation::dynamic_shared;
 using emulation::sync_some;
@@ -168,10 +179,6 @@ inline int32_t load_relaxed(const int32_t* p) { return *p; }
 inline void clear_flag(int32_t* flag) { *flag = 0; }
 inline void raise_flag(int32_t* flag) { *flag = 1; }
 inline uint4 load_once(const uint4* p) { return *p; }
-template <typename T>
-T* of_rank(T* shared, int rank) {
-  return reinterpret_cast<T*>(emulation::of_rank(shared, rank));
-}
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }

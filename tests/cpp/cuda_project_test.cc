@@ -277,8 +277,9 @@ void write_late(const Shape& s, const AttendParams& p) {
     for (int k = 0; k < s.kv_heads; ++k)
       for (int part = 0; part < parts; ++part) {
         const int64_t at = int64_t{row} * s.kv_heads + k;
-        const auto* const array =
-            static_cast<const char*>(part < s.group ? p.query : part == s.group ? p.key : p.value);
+        const auto* const array = static_cast<const char*>(part < s.group    ? p.query
+                                                           : part == s.group ? p.key
+                                                                             : p.value);
         emulation::write_late(array + (part < s.group ? at * s.group + part : at) * bytes,
                               std::vector<char>(bytes, '\xff'), p.projected + at * parts + part);
       }
