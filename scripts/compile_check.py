@@ -1,7 +1,7 @@
 """Compiles directkv_jax for an NVIDIA H200, which need not be here; checks that no cache is copied.
 
 Prints one line for each program of `tests/compile_check`; exit status 1 if one is wrong.
-`--json` prints one JSON object for each instead, `-k TEXT` takes those whose name contains TEXT.
+`--json` prints one JSON object for each instead, `-k TEXT...` takes those whose name contains one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
     """Compiles and checks all; exit status 1 if something is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("-k", default="", metavar="TEXT")
+    parser.add_argument("-k", nargs="+", default=[""], metavar="TEXT")
     options = parser.parse_args()
     if reason := target.missing():
         print(f"The compile check {reason}.")
@@ -40,7 +40,7 @@ def main() -> int:
         print(f"jax {jax.__version__}, for an NVIDIA H200; with {handlers}")
     failed = passed = 0
     for program in core_programs() + flax_programs():
-        if options.k not in program.name:
+        if not any(text in program.name for text in options.k):
             continue
         start = time.monotonic()
         cache_bytes, temp, problems = _run(program)

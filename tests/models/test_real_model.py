@@ -31,7 +31,6 @@ def real_model():
     ("implementation", "placement", "while_loop"),
     [
         ("cpu", "host", False),
-        ("cpu", "host", True),
         ("cuda", "host", False),
         ("cuda", "host", True),
         ("cuda", "device", False),
