@@ -31,8 +31,8 @@ constexpr int kMaxCtas = 296;  // two per SM of a B200
 // Two partial states for each CTA: the stretch of work it starts within and the one it ends within.
 constexpr int kSlotsPerCta = 2;
 constexpr int kMinStages = 3, kMaxStages = 16;  // of a ring
-// Beside a projection, in device memory: two CTAs of both kernels fit on an SM together, or half of
-// those that attend would start when the projection has ended.
+// Beside a projection, in device memory: shorter rings, so that shared memory keeps none of these
+// CTAs from starting while the projection runs.
 constexpr int kRingBesideProjection = 65 * 1024;
 constexpr int64_t kMaxWorkspaceBytes = int64_t{15} << 20;
 

@@ -58,6 +58,14 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global) 
                : "memory");
 }
 
+// The same, or 16 zeros where `there` is false and nothing is read.
+__device__ __forceinline__ void copy_async_16_or_zeros(void* shared, const void* global,
+                                                       bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(there ? 16 : 0)
+               : "memory");
+}
+
 // A load past L1, of what another kernel may be writing: no later load finds it there.
 __device__ __forceinline__ int32_t load_relaxed(const int32_t* p) {
   int32_t value;
@@ -136,6 +144,20 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
 }
 
 #if DIRECTKV_BULK_COPIES
+// The same where other CTAs of the cluster have stored what the barrier counts.
+__device__ __forceinline__ void barrier_wait_for_cluster(Barrier* barrier, unsigned parity) {
+  unsigned done;
+  do {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
 // Arrives and announces bytes that bulk copies will bring.
 __device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -213,6 +235,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 // A place in the shared memory of the CTA `rank` of the cluster, which has started and has not
 // ended: where `floats` is here. Stores count as 4 bytes on the barrier that is there where
 // `barrier` is here.
+// The cluster has at least two CTAs, and `rank` is another one.
 class ClusterFloats {
  public:
   __device__ __forceinline__ ClusterFloats(const float* floats, const Barrier* barrier, int rank) {

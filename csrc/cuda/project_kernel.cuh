@@ -6,11 +6,11 @@
 // columns are the 16 rows of a matrix instruction, the rows of x its 8 columns.
 //
 // Each row of a head belongs to one CTA of the cluster. All warps store their sums of it there,
-// past any fence: the stores complete on a barrier. One warp adds them in order, finishes the row,
-// and raises its flag. The attend kernel waits for the flags of the heads it needs and not for the
-// end of this kernel: that would come no sooner than what its own producer warps have begun to
-// fetch. It may look at the flags once every CTA has let it start, which each does after clearing
-// its own.
+// those of other CTAs past any fence: such stores complete on a barrier. One warp adds them in
+// order, finishes the row, and raises its flag. The attend kernel waits for the flags of the heads
+// it needs and not for the end of this kernel: that would come no sooner than what its own producer
+// warps have begun to fetch. It may look at the flags once every CTA has let it start, which each
+// does after clearing its own.
 #pragma once
 
 #include <cmath>
@@ -34,8 +34,9 @@ struct ProjectShape {
   static constexpr int kLineBytes = kRows * 2;  // of a row of x
   static constexpr int kBytes = kWeightBytes + 8 * kGroups * kLineBytes;
   static constexpr int kStageBytes = (kBytes + 1023) / 1024 * 1024;
-  using Ring = StageRing<kProjectStages, kStageBytes>;
-  static constexpr int kRingBytes = kProjectStages * (kStageBytes + 16) + 16;  // with all barriers
+  static constexpr int kStages = project_stages(kGroups);
+  using Ring = StageRing<kStages, kStageBytes>;
+  static constexpr int kRingBytes = kStages * (kStageBytes + 16) + 16;  // with all barriers
 
   static __host__ __device__ __forceinline__ int stages(int width) {
     return (width + kRows - 1) / kRows;
@@ -75,11 +76,8 @@ __device__ __forceinline__ void fetch_weights(const ProjectParams& p, const Proj
 #else
     (void)maps;
     const auto copy = [](unsigned char* to, const void* array, int64_t element, bool there) {
-      if (there) {
-        copy_async_16(to, static_cast<const unsigned char*>(array) + element * 2);
-      } else {
-        *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
-      }
+      const auto* const from = static_cast<const unsigned char*>(array);
+      copy_async_16_or_zeros(to, from + (there ? element * 2 : 0), there);
     };
     constexpr int kPieces = Shape::kSide * kProjectColumns / 8, kLine = Shape::kLineBytes / 16;
     const int64_t heads = int64_t{p.kv_heads} * (p.group + 2);
@@ -229,8 +227,8 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
     return p.projected + int64_t{rank + line * ctas} * heads + head;
   };
   unsigned char* const shared = dynamic_shared();
-  auto* const barriers = reinterpret_cast<Barrier*>(shared + kProjectStages * Shape::kStageBytes);
-  Barrier* const sums_are_there = barriers + 2 * kProjectStages;
+  auto* const barriers = reinterpret_cast<Barrier*>(shared + Shape::kStages * Shape::kStageBytes);
+  Barrier* const sums_are_there = barriers + 2 * Shape::kStages;
   float* const sums = reinterpret_cast<float*>(shared + Shape::kRingBytes);  // [lines, parts, H]
   typename Shape::Ring ring(shared, barriers);
   const int stages = Shape::stages(p.width);
@@ -243,9 +241,10 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
     if (lane_id() == 0) {
       ring.init(DIRECTKV_BULK_COPIES ? 1 : 32, kProjectWarps);
 #if DIRECTKV_BULK_COPIES
-      barrier_init(sums_are_there, 1);
+      barrier_init(sums_are_there, 1 + kProjectWarps);
       barrier_init_fence();
-      if (lines > 0) barrier_arrive_expecting(sums_are_there, 4 * lines * parts * p.head_dim);
+      const int from_others = parts - Shape::kShares;  // of each line
+      barrier_arrive_expecting(sums_are_there, 4 * lines * from_others * p.head_dim);
 #endif
     }
     __syncwarp();
@@ -279,28 +278,32 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
         const int row = 8 * group + lane_id() % 4 * 2 + e;
         if (row >= p.rows) continue;
         float* const line = sums + (row / ctas * parts + part) * p.head_dim;
+        const bool here = row % ctas == rank;
 #if DIRECTKV_BULK_COPIES
-        const ClusterFloats to(line, sums_are_there, row % ctas);
+        const ClusterFloats there(line, sums_are_there, row % ctas);
 #endif
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int column = side * kProjectColumns + 8 * i + lane_id() / 4;
           if (column >= p.head_dim) continue;
           const float sum = products.sum[group][i / 2][i % 2 * 2 + e];
+          if (here) line[column] = sum;
 #if DIRECTKV_BULK_COPIES
-          to.store(column, sum);
-#else
-          line[column] = sum;
+          if (!here) there.store(column, sum);
 #endif
         }
       }
+#if DIRECTKV_BULK_COPIES
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(sums_are_there);
+#endif
   }
 #if !DIRECTKV_BULK_COPIES
   __syncthreads();
 #endif
   for (int line = warp; line < own_lines; line += kProjectWarps) {
 #if DIRECTKV_BULK_COPIES
-    barrier_wait(sums_are_there, 0);
+    barrier_wait_for_cluster(sums_are_there, 0);
     __syncwarp();
 #endif
     if (line != warp) own = Head(p, head, rank + line * ctas);

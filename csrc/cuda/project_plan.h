@@ -12,13 +12,16 @@ constexpr int kMaxProjectRows = 32;
 
 constexpr int kProjectWarps = 4;     // that multiply; one more fetches
 constexpr int kProjectColumns = 64;  // of a warp
-constexpr int kProjectStages = 6;    // of 8 KiB of weights
 constexpr int kMaxProjectCtas = 8;   // a cluster that every part can schedule
 
 // Warps side by side over the columns of a head; the others share D.
 constexpr int project_column_warps(int head_dim) {
   return head_dim <= kProjectColumns ? 1 : head_dim <= 2 * kProjectColumns ? 2 : 4;
 }
+// Stages of 8 KiB of weights, and of x `groups` times 8 rows. The sums of 32 rows need room too, on
+// parts with 100 KiB of shared memory.
+constexpr int project_stages(int groups) { return groups > 2 ? 4 : 6; }
+
 // Elements of D in a stage: 16 for each of the warps that share them.
 constexpr int project_stage_rows(int column_warps) { return 16 * kProjectWarps / column_warps; }
 

@@ -14,6 +14,8 @@
 #include <set>
 #include <vector>
 
+#include "../../csrc/cuda/device_limits.h"
+
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -56,6 +58,8 @@ struct Fiber {
 // A thread block of the cluster that runs.
 struct Block {
   Meeting all, named[16];
+  int left = 0;                   // threads that have not ended
+  bool next_kernel_runs = false;  // as far as this block goes
   std::unique_ptr<unsigned char, void (*)(void*)> shared{nullptr, std::free};
 };
 
@@ -143,6 +147,7 @@ void wait(Meeting& barrier, int count) {
 void fiber_main() {
   (*kernel_body)();
   fibers[current].done = true;
+  --block().left;
   ++progress;
   if (!fibers[current].waited) fail("a thread did not wait for earlier kernels");
   if (!fibers[current].copies.empty()) fail("a thread ended with copies in flight");
@@ -215,6 +220,18 @@ void wait_for_earlier_kernels() {
   yield();  // the others may come here too before memory changes: it then changes once
 }
 
+void let_next_kernel_start() { block().next_kernel_runs = true; }
+
+void clear_flag(int32_t* flag) {
+  if (block().next_kernel_runs) fail("a flag is cleared when the next kernel may look at it");
+  *flag = 0;
+}
+
+void raise_flag(int32_t* flag) {
+  if (*flag != 0) fail("a flag was not cleared");
+  *flag = 1;
+}
+
 void wait_for_flag(const int32_t* flag) {
   while (*flag == 0) yield();
   if (!warp_flags[current / 32].insert(flag).second) return;
@@ -244,7 +261,7 @@ void wait_for_cluster() {
   stall();
 }
 
-ClusterFloats::ClusterFloats(const float* floats, const Barrier* barrier, int rank) {
+ClusterFloats::ClusterFloats(const float* floats, const Barrier* barrier, int rank) : rank_(rank) {
   const auto there = [&](const void* here) {
     return cluster[rank].shared.get() +
            (static_cast<const unsigned char*>(here) - block().shared.get());
@@ -254,6 +271,9 @@ ClusterFloats::ClusterFloats(const float* floats, const Barrier* barrier, int ra
 }
 
 void ClusterFloats::store(int i, float value) const {
+  if (rank_ == cluster_rank()) fail("such a store goes to another CTA");
+  if (cluster_meeting.generation == 0) fail("a store to a CTA that may not have started");
+  if (cluster[rank_].left == 0) fail("a store to a CTA that has ended");
   start(find(barrier_).copies, floats_ + i, &value, sizeof(value));
 }
 
@@ -285,6 +305,11 @@ void copy_async_16(void* to, const void* from) {
   if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
     fail("misaligned asynchronous copy");
   start(fibers[current].copies, to, from, 16);
+}
+
+void copy_async_16_or_zeros(void* to, const void* from, bool there) {
+  alignas(16) static const unsigned char zeros[16] = {};
+  copy_async_16(to, there ? from : zeros);
 }
 
 void barrier_init(Barrier* barrier, int arrivals) {
@@ -395,6 +420,8 @@ void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row
 
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_blocks,
               const std::function<void()>& body) {
+  if (static_cast<int>(shared_bytes) > cuda::device_limits().shared_per_block)
+    fail("too much shared memory");
   threads_in_block = threads;
   threads_in_cluster = threads * cluster_blocks;
   if (fibers.size() < static_cast<size_t>(threads_in_cluster))
@@ -410,6 +437,7 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_bloc
     phases.clear();
     cluster = std::vector<Block>(cluster_blocks);
     for (Block& b : cluster) {
+      b.left = threads;
       b.shared.reset(static_cast<unsigned char*>(
           std::aligned_alloc(1024, (shared_bytes + 1023) / 1024 * 1024)));
       std::memset(b.shared.get(), 0xff, shared_bytes);  // NaN in every dtype

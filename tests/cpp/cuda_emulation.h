@@ -51,6 +51,9 @@ Options& options();
 void write_late(const void* p, std::vector<char> before, const int32_t* flag = nullptr);
 void wait_for_earlier_kernels();
 void wait_for_flag(const int32_t* flag);
+void clear_flag(int32_t* flag);
+void raise_flag(int32_t* flag);
+void let_next_kernel_start();
 
 void sync_block();
 bool sync_block_or(bool predicate);
@@ -71,6 +74,7 @@ class ClusterFloats {
   void store(int i, float value) const;
 
  private:
+  int rank_;
   float* floats_;
   const Barrier* barrier_;
 };
@@ -78,6 +82,7 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster,
               const std::function<void()>& body);
 
 void copy_async_16(void* to, const void* from);
+void copy_async_16_or_zeros(void* to, const void* from, bool there);
 void barrier_init(Barrier* barrier, int arrivals);
 void barrier_arrive(Barrier* barrier);
 void barrier_arrive_expecting(Barrier* barrier, int bytes);
@@ -163,21 +168,25 @@ using emulation::barrier_arrive_after_copies;
 using emulation::barrier_arrive_expecting;
 using emulation::barrier_init;
 using emulation::barrier_wait;
+using emulation::clear_flag;
 using emulation::cluster_rank;
 using emulation::ClusterFloats;
 using emulation::copy_async_16;
+using emulation::copy_async_16_or_zeros;
 using emulation::dynamic_shared;
+using emulation::let_next_kernel_start;
+using emulation::raise_flag;
 using emulation::sync_some;
 using emulation::wait_for_cluster;
 using emulation::wait_for_earlier_kernels;
 using emulation::wait_for_flag;
 
 inline void barrier_init_fence() {}
-inline void let_next_kernel_start() {}
+inline void barrier_wait_for_cluster(Barrier* barrier, unsigned parity) {
+  barrier_wait(barrier, parity);
+}
 inline void fence_before_bulk_copies() {}
 inline int32_t load_relaxed(const int32_t* p) { return *p; }
-inline void clear_flag(int32_t* flag) { *flag = 0; }
-inline void raise_flag(int32_t* flag) { *flag = 1; }
 inline uint4 load_once(const uint4* p) { return *p; }
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
