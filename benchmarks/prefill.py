@@ -96,13 +96,13 @@ def ours(model, tokens, cache: KVCache, options) -> tuple[float, float]:
 def staged(model, tokens, options) -> tuple[float, float]:
     """The same in plain JAX, compiled for every number of chunks."""
     layers = [nnx.split(layer) for layer in model.layers]
-    graphdef, rope = layers[0][0], model.config.rope
+    graphdef = layers[0][0]
     host: list[list[Any]] = [[] for _ in layers]  # of each layer: (keys, values) of each chunk
 
     @jax.jit
     def one(params, x, start, history):
-        def attend(x, projection, cache, *, layer):
-            del cache, layer
+        def attend(x, projection, cache, *, rope, **options):
+            del cache, options
             positions = start + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
             new = [part.astype(x.dtype) for part in projection(x, positions, rope)]
             parts = [_attention(*new, is_causal=True)]
@@ -112,13 +112,14 @@ def staged(model, tokens, options) -> tuple[float, float]:
                 parts.append(_attention(new[0], keys, values))
             return _merged(parts), tuple(new[1:])
 
-        x, new = nnx.merge(graphdef, params)(x, None, 0, attend)
+        x, new = nnx.merge(graphdef, params)(x, None, 0, options.length, attend)
         return x, jax.device_put(new, jax.memory.Space.Host)
 
     seconds = compile_s = 0.0
     for index in range(options.length // options.chunk):
         start = index * options.chunk
-        x = model.embed_tokens(tokens[:, start : start + options.chunk])
+        part = tokens[:, start : start + options.chunk]
+        x = model.embed(part, start + jnp.arange(options.chunk)[None])
         begin = time.perf_counter()
         at = jnp.int32(start)
         one.lower(layers[0][1], x, at, host[0]).compile()

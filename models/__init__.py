@@ -4,24 +4,24 @@ Needs the `models` extra. Letters of shapes, as everywhere in the package: B bat
 N query heads, K KV heads, G = N/K, H head dim, D model dim, L layers.
 """
 
-from directkv_jax.models.config import LlamaConfig
+from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.generate import complete, generate, stream
-from directkv_jax.models.llama import Llama
 from directkv_jax.models.loading import load
 from directkv_jax.models.request import Options
 from directkv_jax.models.result import Generation, Piece, Stats
 from directkv_jax.models.sampling import Sampling
 from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
 
 __all__ = [
     "Generation",
-    "Llama",
-    "LlamaConfig",
+    "ModelConfig",
     "Options",
     "Piece",
     "Sampling",
     "Stats",
     "Tokenizer",
+    "Transformer",
     "complete",
     "generate",
     "load",

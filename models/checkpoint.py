@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from directkv_jax import QKVProjection
-from directkv_jax.models.config import LlamaConfig
-from directkv_jax.models.llama import Llama
+from directkv_jax.models.config import ModelConfig
+from directkv_jax.models.names import LLAMA, Names, sources
 from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
 
 _LISTED = 20  # problems of one kind an error lists before it only counts them
 
@@ -39,34 +41,36 @@ class Checkpoint:
       config: shapes of the model the weights belong to.
       tensors: by Hugging Face name, in Hugging Face's orientation ([out, in]).
       tokenizer: of the same checkpoint.
+      layout: Hugging Face's names of the family.
       names: Hugging Face name -> the file's own name for it, for messages.
       problems: what was already found wrong with the keys while opening.
     """
 
     path: Path
-    config: LlamaConfig
+    config: ModelConfig
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
+    layout: Names = LLAMA
     names: Callable[[str], str] = str
     problems: tuple[str, ...] = ()
 
 
-def build(checkpoint: Checkpoint, dtype, *, progress: bool = True) -> Llama:
+def build(checkpoint: Checkpoint, dtype, *, progress: bool = True) -> Transformer:
     """A model filled from a checkpoint. Every parameter is allocated once, in its final dtype.
 
     Raises:
       ValueError: keys or shapes do not fit the model; all of them in one message.
     """
-    abstract = nnx.eval_shape(lambda: Llama(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: Transformer(checkpoint.config, dtype=dtype, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
-    wanted = [_Parameter(path, variable) for path, variable in nnx.to_flat_state(state)]
+    wanted = [_Parameter(checkpoint, path, variable) for path, variable in nnx.to_flat_state(state)]
     _check(checkpoint, wanted)
     filled = []
     with _bar(checkpoint, wanted, progress) as bar:
         for parameter in wanted:
             value = _place(
-                [jax.device_put(checkpoint.tensors[name].read()) for name in parameter.sources],
-                parameter.path[-1] == "kernel",
+                [jax.device_put(raw) for raw in _read(checkpoint, parameter)],
+                parameter.kind,
                 parameter.shape,
                 parameter.dtype,
             )
@@ -81,41 +85,45 @@ class _Parameter:
     Attributes:
       path: in the model.
       variable: the abstract `nnx.Param`.
-      sources: shape in the file, by Hugging Face name.
+      sources: what it is made of.
+      kind: "plain"; "turned", [out, in] in the file; "packed", queries, keys and values;
+        "stacked", one for each expert.
     """
 
-    def __init__(self, path: tuple, variable):
+    def __init__(self, checkpoint: Checkpoint, path: tuple, variable):
         self.path, self.variable = path, variable
         value = variable.get_value()
         self.shape, self.dtype = tuple(value.shape), value.dtype
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        *modules, leaf = map(str, path)
-        kind = "bias" if leaf == "bias" else "weight"
-        prefix = "" if modules[0] == "lm_head" else "model."
-        if modules[-1] != "qkv_proj":
-            shape = self.shape[::-1] if leaf == "kernel" else self.shape
-            self.sources = {f"{prefix}{'.'.join(modules)}.{kind}": shape}
-            return
-        *inputs, kv_heads, parts, head_dim = self.shape
-        names = (f"{prefix}{'.'.join(modules[:-1])}.{letter}_proj.{kind}" for letter in "qkv")
-        heads = (kv_heads * (parts - 2), kv_heads, kv_heads)
-        self.sources = {name: (n * head_dim, *inputs) for name, n in zip(names, heads, strict=True)}
+        self.sources = sources(checkpoint.layout, checkpoint.config, path, self.shape)
+        if "qkv_proj" in path and path[-1] in ("kernel", "bias"):
+            self.kind = "packed"
+        elif len(self.sources) > 1:
+            self.kind = "stacked"
+        else:
+            self.kind = "turned" if path[-1] == "kernel" else "plain"
+
+
+def _read(checkpoint: Checkpoint, parameter: _Parameter) -> Iterator[np.ndarray]:
+    for source in parameter.sources:
+        whole = checkpoint.tensors[source.name].read()
+        yield whole if source.rows is None else whole[slice(*source.rows)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _place(raw: list[jax.Array], transpose: bool, shape: tuple[int, ...], dtype) -> jax.Array:
+def _place(raw: list[jax.Array], kind: str, shape: tuple[int, ...], dtype) -> jax.Array:
     # Flax kernels are [in, out]. Transposing on the device is cheaper than in NumPy.
-    raw = [(array.T if transpose else array).astype(dtype) for array in raw]
-    if len(raw) == 1:
-        return raw[0]
-    # A bias is packed as the kernel of a single input.
-    heads = [array.reshape(-1, array.shape[-1] // shape[-1], shape[-1]) for array in raw]
-    return QKVProjection.pack(*heads).kernel.reshape(shape)
+    raw = [(array if kind == "plain" else array.T).astype(dtype) for array in raw]
+    if kind == "packed":
+        # A bias is packed as the kernel of a single input.
+        heads = [array.reshape(-1, array.shape[-1] // shape[-1], shape[-1]) for array in raw]
+        return QKVProjection.pack(*heads).kernel.reshape(shape)
+    return jnp.stack(raw) if kind == "stacked" else raw[0]
 
 
 def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
     tied = checkpoint.config.tie_word_embeddings
-    shapes = {name: shape for each in wanted for name, shape in each.sources.items()}
+    shapes = {source.name: source.shape for each in wanted for source in each.sources}
     missing, mis_shaped = [], []
     for name, shape in shapes.items():
         shown = checkpoint.names(name)

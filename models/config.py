@@ -1,4 +1,7 @@
-"""Hyperparameters of a Llama-family model, under the names Hugging Face gives them."""
+"""What a model is made of: its shapes and constants, layer by layer.
+
+A family (`families/`) reads them from a `config.json`; nothing below it asks which family it was.
+"""
 
 from __future__ import annotations
 
@@ -8,131 +11,213 @@ from typing import Any
 
 from directkv_jax.rope import RoPE
 
-# Those of directkv_jax.rope that do not depend on the capacity of the cache.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+NORMS = ("rms", "layer")
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Shapes and constants of a Llama model. Letters: D, N, K, H, L of the package docstring.
+class RopeConfig:
+    """The rotary embedding of a layer, before the capacity of the cache is known.
 
     Attributes:
-      vocab_size: rows of the embedding.
-      hidden_size: D.
-      intermediate_size: width of the SwiGLU between `gate_proj` and `down_proj`.
-      num_hidden_layers: L.
-      num_attention_heads: N.
-      num_key_value_heads: K; N when left out.
-      head_dim: H; D / N when left out.
-      rms_norm_eps: added to the mean square.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: a mapping with `rope_type` "linear", "llama3" or "yarn" and the numbers these
-        need (`directkv_jax.RoPE`), stored as sorted pairs so that the config stays hashable.
-      rope_freq_divisors: one divisor for each of the H/2 frequencies, as GGUF files store the
-        llama3 scaling; excludes `rope_scaling`.
-      tie_word_embeddings: whether the embedding is also the output projection.
-      attention_bias: whether the four attention projections have a bias.
-      mlp_bias: whether the three MLP projections have one.
-      max_position_embeddings: longest context of the training.
-      bos_token_id: the token a text starts with, if any.
-      eos_token_id: the tokens that end a text.
+      theta: base of the frequencies.
+      scaling: `rope_parameters` or `rope_scaling` of a configuration, as sorted pairs.
+      rotary_fraction: part of a head that turns.
+      max_position: longest context of the training.
+      freq_divisors: one divisor for each frequency, as GGUF files store the llama3 scaling.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
+    theta: float = 10000.0
+    scaling: tuple[tuple[str, Any], ...] = ()
+    rotary_fraction: float = 1.0
+    max_position: int = 2048
+    freq_divisors: tuple[float, ...] = ()
+
+    def resolve(self, head_dim: int, capacity: int | None = None) -> RoPE:
+        """The rotary embedding for a cache with room for `capacity` tokens in a row.
+
+        Raises:
+          ValueError, NotImplementedError: as `RoPE.create`, or another number of divisors.
+        """
+        rope = RoPE.create(
+            head_dim, theta=self.theta, rotary_fraction=self.rotary_fraction,
+            scaling=dict(self.scaling), max_position=self.max_position, capacity=capacity,
+        )  # fmt: skip
+        if not self.freq_divisors:
+            return rope
+        if len(self.freq_divisors) != len(rope.frequencies):
+            raise ValueError(
+                f"there should be {len(rope.frequencies)} divisors of frequencies, "
+                f"but got {len(self.freq_divisors)}."
+            )
+        pairs = zip(rope.frequencies, self.freq_divisors, strict=True)
+        return dataclasses.replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+      count: E.
+      per_token: experts that each token goes to.
+      width: of the MLP of one expert.
+      normalize: whether the weights of a token's experts are scaled to sum to 1.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalize: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One decoder layer. Letters: N, K, H of the package docstring.
+
+    Attributes:
+      num_attention_heads: N.
+      num_key_value_heads: K, a divisor of N.
+      head_dim: H.
+      intermediate_size: width of the MLP.
+      rope: the rotary embedding, or None.
+      window: tokens that a query sees, itself included, or None for all before it.
+      experts: instead of the MLP, or None.
+    """
+
     num_attention_heads: int
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: tuple[tuple[str, Any], ...] = ()
-    rope_freq_divisors: tuple[float, ...] = ()
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    max_position_embeddings: int = 2048
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope: RopeConfig | None = None
+    window: int | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
-
-        put("num_key_value_heads", self.num_key_value_heads or self.num_attention_heads)
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
-        put("head_dim", self.head_dim or self.hidden_size // self.num_attention_heads)
+        for name in (
+            "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+        ):  # fmt: skip
+            positive(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` (N={self.num_attention_heads}) should be a multiple of "
                 f"`num_key_value_heads`, but got K={self.num_key_value_heads}."
             )
-        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"`head_dim` should be a positive even int, but got {self.head_dim}.")
-        put("eos_token_id", token_ids(self.eos_token_id))
-        put("rope_scaling", _checked_rope(dict(self.rope_scaling)))
-        if self.rope_freq_divisors and self.rope_scaling:
-            raise ValueError("`rope_freq_divisors` and `rope_scaling` exclude each other.")
-        if self.rope_freq_divisors and len(self.rope_freq_divisors) != self.head_dim // 2:
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` should be even, but got {self.head_dim}.")
+        if self.window is not None:
+            positive("sliding_window", self.window)
+        if self.rope is not None:
+            self.rope.resolve(self.head_dim)  # raises where its numbers make no sense
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model. Letters: D, N, K, H, L of the package docstring.
+
+    Attributes:
+      family: `model_type` of the configuration it came from.
+      vocab_size: rows of the embedding.
+      hidden_size: D.
+      layers: L of them.
+      norm: "rms", or "layer" with a mean and a bias.
+      norm_eps: added to the mean square.
+      norm_offset: added to the weights of all norms; 1.0 for models that store them minus one.
+      sandwich: whether attention and MLP are normed once more before they are added.
+      qk_norm: whether queries and keys are normed, head by head.
+      attention_bias: whether queries, keys and values have a bias.
+      output_bias: whether the projection after attention has one.
+      attention_scale: multiplies q.k; None stands for H ** -0.5.
+      attention_soft_cap: 0, or c of logits c * tanh(logits / c) before the softmax.
+      activation: one of `ACTIVATIONS`.
+      gated: whether the MLP is gate * up, or up alone.
+      mlp_bias: whether its projections have a bias.
+      embedding_scale: multiplies the embedding.
+      learned_positions: rows of the embedding of positions; 0: there is none.
+      position_offset: the row of position 0.
+      tie_word_embeddings: whether the embedding is also the output projection.
+      logit_soft_cap: as `attention_soft_cap`, of the output.
+      max_position_embeddings: longest context of the training.
+      bos_token_id: the token a text starts with, if any.
+      eos_token_id: the tokens that end a text.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    sandwich: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    activation: str = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    learned_positions: int = 0
+    position_offset: int = 0
+    tie_word_embeddings: bool = False
+    logit_soft_cap: float = 0.0
+    max_position_embeddings: int = 2048
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
+            positive(name, getattr(self, name))
+        positive("num_hidden_layers", len(self.layers))
+        if self.hidden_size % 8:
             raise ValueError(
-                f"`rope_freq_divisors` should hold H/2 = {self.head_dim // 2} numbers, "
-                f"but got {len(self.rope_freq_divisors)}."
+                f"`hidden_size` should be a multiple of 8, but got {self.hidden_size}."
             )
-        _ = self.rope  # raises where its numbers make no sense
+        for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"`{name}` should be one of {', '.join(known)}, but got "
+                    f"{getattr(self, name)!r}."
+                )
+        if len({(layer.num_key_value_heads, layer.head_dim) for layer in self.layers}) > 1:
+            raise NotImplementedError(
+                "layers that differ in KV heads or head dim would need caches of their own."
+            )
 
     @property
-    def rope(self) -> RoPE:
-        """The rotary embedding of queries and keys."""
-        rope = RoPE.create(
-            self.head_dim, theta=self.rope_theta, scaling=dict(self.rope_scaling),
-            max_position=self.max_position_embeddings,
-        )  # fmt: skip
-        if not self.rope_freq_divisors:
-            return rope
-        pairs = zip(rope.frequencies, self.rope_freq_divisors, strict=True)
-        return dataclasses.replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))
+    def num_key_value_heads(self) -> int:
+        """K."""
+        return self.layers[0].num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.layers[0].head_dim
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LlamaConfig:
-        """Reads a Hugging Face `config.json`. Keys the model does not know are ignored.
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """Reads a Hugging Face `config.json`. Keys the family does not know are ignored.
 
         Raises:
-          ValueError: a required key is missing or the architecture is another one.
+          ValueError: a required key is missing or makes no sense, or the family is unknown.
+          NotImplementedError: the family has what is not implemented here.
         """
-        values = {name: value for name, value in values.items() if value is not None}
-        if (kind := values.get("model_type", "llama")) != "llama":
-            raise ValueError(f'`model_type` should be "llama", but got {kind!r}.')
-        if (act := values.get("hidden_act", "silu")) != "silu":
-            raise ValueError(f'`hidden_act` should be "silu", but got {act!r}.')
-        # Transformers 5 moved theta and the scaling into one mapping.
-        rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-        if "rope_theta" in rope:
-            values["rope_theta"] = rope.pop("rope_theta")
-        values["rope_scaling"] = tuple(sorted(rope.items()))
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        missing = [
-            name
-            for name, field in known.items()
-            if field.default is dataclasses.MISSING and name not in values
-        ]
-        if missing:
-            raise ValueError(f"the config lacks {', '.join(f'`{name}`' for name in missing)}.")
-        return cls(**{name: values[name] for name in known if name in values})
+        from directkv_jax.models import families
+
+        return families.find(values).config(values)
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+def positive(name: str, value: Any) -> int:
+    """`value`, a positive int.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+    return value
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -142,13 +227,3 @@ def token_ids(value: Any) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
     return tuple(int(token) for token in value)
-
-
-def _checked_rope(scaling: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    kind = scaling.pop("type", None)  # the key of older files
-    kind = scaling.pop("rope_type", kind) or "default"
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"`rope_type` should be one of {', '.join(ROPE_TYPES)}, but got {kind!r}.")
-    if kind == "default" and not scaling:
-        return ()
-    return tuple(sorted({**scaling, "rope_type": kind}.items()))

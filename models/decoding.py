@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from directkv_jax import KVCache
 from directkv_jax.models.graph import split
-from directkv_jax.models.llama import Llama
 from directkv_jax.models.reading import PromptReader
 from directkv_jax.models.sampling import Sampling, sample
+from directkv_jax.models.transformer import Transformer
 
 NOTHING = -1  # in place of a token: the row had stopped, or its token did not fit
 
@@ -41,7 +41,12 @@ class DecodeState:
 
 
 def decode_step(
-    model: Llama, cache: KVCache, state: DecodeState, *, sampling: Sampling, implementation=None
+    model: Transformer,
+    cache: KVCache,
+    state: DecodeState,
+    *,
+    sampling: Sampling,
+    implementation=None,
 ) -> tuple[KVCache, DecodeState, jax.Array]:
     """Puts the last token of each running row into the cache and chooses the next.
 
@@ -57,7 +62,7 @@ def decode_step(
 
 
 def decode_loop(
-    model: Llama, cache: KVCache, state: DecodeState, *, steps: int, sampling: Sampling,
+    model: Transformer, cache: KVCache, state: DecodeState, *, steps: int, sampling: Sampling,
     implementation=None,
 ) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
     """Up to `steps` decode steps in one `lax.while_loop`, which ends when every row has stopped.
@@ -127,7 +132,7 @@ class Decoder:
       implementation: of the attention over the cache.
     """
 
-    def __init__(self, model: Llama, sampling: Sampling, implementation: str | None = None):
+    def __init__(self, model: Transformer, sampling: Sampling, implementation: str | None = None):
         self._model = split(model)
         self._reader = PromptReader(model, implementation)
         self._sampling = {"sampling": sampling}

@@ -13,15 +13,17 @@ import numpy as np
 
 from directkv_jax import KVCache, memory
 from directkv_jax.models.decoding import NOTHING, Decoder, DecodeState
-from directkv_jax.models.llama import Llama
 from directkv_jax.models.request import Options, Prompts, Request, prepare
 from directkv_jax.models.result import Collector, Generation, Piece, Stats
 from directkv_jax.models.sampling import row_keys
 from directkv_jax.models.sizes import bucket
 from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
 
 
-def generate(model: Llama, tokenizer: Tokenizer, prompts: Prompts, **options) -> str | list[str]:
+def generate(
+    model: Transformer, tokenizer: Tokenizer, prompts: Prompts, **options
+) -> str | list[str]:
     """The continuation of a prompt: a str for one text, a list for a list of prompts.
 
     Example::
@@ -44,7 +46,12 @@ def generate(model: Llama, tokenizer: Tokenizer, prompts: Prompts, **options) ->
 
 
 def complete(
-    model: Llama, tokenizer: Tokenizer, prompts: Prompts, *, while_loop: bool = False, **options
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    *,
+    while_loop: bool = False,
+    **options,
 ) -> Generation:
     """Like `generate`, with the tokens, the reason each row stopped for, and figures.
 
@@ -67,7 +74,7 @@ def complete(
 
 
 def stream(
-    model: Llama, tokenizer: Tokenizer, prompts: Prompts, **options
+    model: Transformer, tokenizer: Tokenizer, prompts: Prompts, **options
 ) -> Generator[Piece | Generation, None, None]:
     """Yields a `Piece` for every bit of text as it comes, and a `Generation` at the end.
 
@@ -100,7 +107,7 @@ class _Clock:
 
 
 def _run(
-    model: Llama, tokenizer: Tokenizer, request: Request, while_loop: bool
+    model: Transformer, tokenizer: Tokenizer, request: Request, while_loop: bool
 ) -> Generator[Piece | Generation, None, None]:
     options, batch = request.options, len(request.lengths)
     collector = Collector(tokenizer, batch, options.max_new_tokens, request.stop_tokens)

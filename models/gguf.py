@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from directkv_jax.models.checkpoint import Checkpoint, Tensor
-from directkv_jax.models.config import LlamaConfig
+from directkv_jax.models.config import LayerConfig, ModelConfig, RopeConfig
 from directkv_jax.models.gguf_tokenizer import tokenizer_from_metadata
 
 MAGIC = b"GGUF"
@@ -69,7 +69,7 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, tokenizer, names=_gguf_name)
 
 
-def _config(metadata: dict[str, Any], raw: dict[str, Any]) -> LlamaConfig:
+def _config(metadata: dict[str, Any], raw: dict[str, Any]) -> ModelConfig:
     if (kind := metadata.get("general.architecture")) != "llama":
         raise ValueError(f'`general.architecture` should be "llama", but got {kind!r}.')
     if metadata.get("llama.expert_count", 0):
@@ -100,29 +100,38 @@ def _config(metadata: dict[str, Any], raw: dict[str, Any]) -> LlamaConfig:
             )
         scaling = (("rope_type", kind), ("factor", factor))
     freqs = raw.get(_ROPE_FREQS)
-    return LlamaConfig(
+    context = metadata.get("llama.context_length", 2048)
+    rope = RopeConfig(
+        metadata.get("llama.rope.freq_base", 10000.0),
+        scaling,
+        max_position=context,
+        freq_divisors=() if freqs is None else tuple(map(float, _expand(freqs))),
+    )
+    layer = LayerConfig(
+        heads,
+        metadata.get("llama.attention.head_count_kv", heads),
+        head_dim,
+        required("llama.feed_forward_length"),
+        rope,
+    )
+    return ModelConfig(
+        family="llama",
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=required("llama.feed_forward_length"),
-        num_hidden_layers=required("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=metadata.get("llama.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        rms_norm_eps=required("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=metadata.get("llama.rope.freq_base", 10000.0),
-        rope_scaling=scaling,
-        rope_freq_divisors=() if freqs is None else tuple(map(float, _expand(freqs))),
+        layers=(layer,) * required("llama.block_count"),
+        norm_eps=required("llama.attention.layer_norm_rms_epsilon"),
         tie_word_embeddings="output.weight" not in raw,
         attention_bias="blk.0.attn_q.bias" in raw,
+        output_bias="blk.0.attn_output.bias" in raw,
         mlp_bias="blk.0.ffn_up.bias" in raw,
-        max_position_embeddings=metadata.get("llama.context_length", 2048),
+        max_position_embeddings=context,
     )
 
 
-def _tensor(tensor, config: LlamaConfig) -> Tensor:
+def _tensor(tensor, config: ModelConfig) -> Tensor:
     shape = tuple(int(size) for size in reversed(tensor.shape))  # GGUF lists the fastest axis first
     heads = {
-        "attn_q": config.num_attention_heads,
+        "attn_q": config.layers[0].num_attention_heads,
         "attn_k": config.num_key_value_heads,
     }.get(tensor.name.split(".")[-2])
     return Tensor(shape, functools.partial(_expand, tensor, heads))

@@ -8,8 +8,9 @@ from typing import Any
 
 import safetensors
 
+from directkv_jax.models import families
 from directkv_jax.models.checkpoint import Checkpoint, Tensor, read_json
-from directkv_jax.models.config import LlamaConfig, token_ids
+from directkv_jax.models.config import ModelConfig, token_ids
 from directkv_jax.models.tokenizer import Tokenizer
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -29,15 +30,24 @@ def open_folder(path: Path) -> Checkpoint:
             "float16 or float32. Take the unquantized checkpoint or a GGUF file."
         )
     try:
-        config = LlamaConfig.from_dict(values)
-    except (ValueError, TypeError) as error:
+        family = families.find(values)
+        config = family.config(values)
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
-    tensors, problems = _open_tensors(path)
+    tensors, problems = open_tensors(path)
     tokenizer = _tokenizer(path, config)
-    return Checkpoint(path, config, tensors, tokenizer, problems=tuple(problems))
+    return Checkpoint(
+        path, config, tensors, tokenizer, layout=family.names, problems=tuple(problems)
+    )
 
 
-def _open_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+def open_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a folder by name, and what is wrong with them.
+
+    Raises:
+      FileNotFoundError: there is no safetensors file.
+      ValueError: one is truncated or of another format.
+    """
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -92,7 +102,7 @@ def _no_weights(path: Path) -> str:
     )
 
 
-def _tokenizer(path: Path, config: LlamaConfig) -> Tokenizer:
+def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
     import tokenizers
 
     file = path / "tokenizer.json"

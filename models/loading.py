@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from directkv_jax.models.checkpoint import Checkpoint, build
-from directkv_jax.models.llama import Llama
 from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
 
 
-def load(path: str | os.PathLike, dtype=None, *, progress: bool = True) -> tuple[Llama, Tokenizer]:
-    """Loads a Llama-family model. Nothing is unpickled and no code of the checkpoint is run.
+def load(
+    path: str | os.PathLike, dtype=None, *, progress: bool = True
+) -> tuple[Transformer, Tokenizer]:
+    """Loads a model of a known family. Nothing is unpickled and no code of the checkpoint is run.
 
     Args:
       path: a folder with `config.json`, `model.safetensors` (or its sharded index) and

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from directkv_jax import KVCache, qkv_attention
 from directkv_jax.models import graph
-from directkv_jax.models.llama import Llama, last_token
 from directkv_jax.models.prefill import prompt_attention
+from directkv_jax.models.transformer import Transformer, last_token
 
 
 class PromptReader:
@@ -27,10 +27,10 @@ class PromptReader:
       implementation: of the attention over the cache.
     """
 
-    def __init__(self, model: Llama, implementation: str | None = None):
-        self._embed = graph.split(model.embed_tokens)
+    def __init__(self, model: Transformer, implementation: str | None = None):
+        self._embed = graph.split(model.embed)
         self._layers = [graph.split(layer) for layer in model.layers]
-        self._options = {"rope": model.config.rope, "implementation": implementation}
+        self._options = {"implementation": implementation}
 
     def compile(self, tokens, lengths, chunks: Sequence[int], cache: KVCache) -> jax.Array:
         """Compiles what `read` will need for these shapes; runs no layer and leaves the cache.
@@ -41,9 +41,10 @@ class PromptReader:
         last = None
         for size, attend in dict.fromkeys((size, attend) for _, size, attend in _plan(chunks)):
             x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(0), size=size)
-            _prefill_layer.lower(
-                *self._layers[0], x, cache, jnp.int32(0), valid, attend=attend, **self._options
-            ).compile()
+            for layer in dict(self._layers).items():  # one of each kind
+                _prefill_layer.lower(
+                    *layer, x, cache, jnp.int32(0), valid, attend=attend, **self._options
+                ).compile()
             last = _last_tokens(x, valid, last)
         _advance.lower(cache, lengths).compile()
         assert last is not None
@@ -95,18 +96,17 @@ def _plan(chunks: Sequence[int]) -> Iterator[tuple[int, int, Callable]]:
 @functools.partial(jax.jit, static_argnames=("graph", "size"))
 def _open_chunk(graph, params, tokens, lengths, start, *, size):
     tokens = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1)
-    return graph.merge(params)(tokens), jnp.clip(lengths - start, 0, size)
+    positions = jnp.broadcast_to(start + jnp.arange(size, dtype=jnp.int32), tokens.shape)
+    return graph.merge(params)(tokens, positions), jnp.clip(lengths - start, 0, size)
 
 
 # The cache is donated, or it would be copied; the parameters, an argument of their own, are not.
 @functools.partial(
-    jax.jit, static_argnames=("graph", "attend", "rope", "implementation"), donate_argnames="cache"
+    jax.jit, static_argnames=("graph", "attend", "implementation"), donate_argnames="cache"
 )
-def _prefill_layer(graph, params, x, cache, layer, lengths, *, attend, rope, implementation):
-    attention = functools.partial(
-        attend, rope=rope, query_seq_lengths=lengths, implementation=implementation
-    )
-    return graph.merge(params)(x, cache, layer, attention)
+def _prefill_layer(graph, params, x, cache, layer, lengths, *, attend, implementation):
+    attention = functools.partial(attend, query_seq_lengths=lengths, implementation=implementation)
+    return graph.merge(params)(x, cache, layer, cache.max_length, attention)
 
 
 @jax.jit

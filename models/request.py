@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from directkv_jax.models.llama import Llama
 from directkv_jax.models.sampling import GREEDY, Sampling
 from directkv_jax.models.sizes import capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -95,7 +95,9 @@ class Request:
     options: Options
 
 
-def prepare(model: Llama, tokenizer: Tokenizer, prompts: Prompts, options: Options) -> Request:
+def prepare(
+    model: Transformer, tokenizer: Tokenizer, prompts: Prompts, options: Options
+) -> Request:
     """Encodes and pads prompts, and chooses the size of the cache.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from directkv_jax.models.config import LlamaConfig
+from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.prefill import QUERY_BLOCK
 
 SMALLEST_BUCKET = 16
@@ -35,7 +35,7 @@ def chunk_sizes(tokens: int, chunk: int) -> tuple[int, ...]:
     return (chunk,) * whole + ((min(chunk, bucket(rest)),) if rest else ())
 
 
-def chunk_tokens(config: LlamaConfig, dtype, batch: int, budget: int) -> int:
+def chunk_tokens(config: ModelConfig, dtype, batch: int, budget: int) -> int:
     """The largest chunk, a power of two, whose `layer_bytes` are within `budget`; at least 16."""
     tokens = SMALLEST_BUCKET
     while layer_bytes(config, dtype, batch, 2 * tokens) <= budget:
@@ -43,10 +43,11 @@ def chunk_tokens(config: LlamaConfig, dtype, batch: int, budget: int) -> int:
     return tokens
 
 
-def layer_bytes(config: LlamaConfig, dtype, batch: int, tokens: int) -> int:
+def layer_bytes(config: ModelConfig, dtype, batch: int, tokens: int) -> int:
     """Bytes of device memory for the activations of one layer that reads T = `tokens` of each row.
 
-    With s the bytes of an element of `dtype` and I the intermediate size::
+    That of the widest layer. With s the bytes of an element of `dtype` and I the intermediate size
+    (of all experts that a token goes to)::
 
       B T (4 (N + 2 K) H        queries, keys and values, float32
            + s (2 D + 3 I)      x, x normed; gate, up and their product
@@ -54,8 +55,13 @@ def layer_bytes(config: LlamaConfig, dtype, batch: int, tokens: int) -> int:
 
     An estimate from above, as if all were alive at once; weights and logits are not in it.
     """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    projected = 4 * (heads + 2 * kv_heads) * config.head_dim
-    streams = jnp.dtype(dtype).itemsize * (2 * config.hidden_size + 3 * config.intermediate_size)
-    scores = 4 * heads * min(tokens, QUERY_BLOCK)
-    return batch * tokens * (projected + streams + scores)
+    size = jnp.dtype(dtype).itemsize
+
+    def of(layer: LayerConfig) -> int:
+        heads, experts = layer.num_attention_heads, layer.experts
+        projected = 4 * (heads + 2 * layer.num_key_value_heads) * layer.head_dim
+        inner = experts.per_token * experts.width if experts else layer.intermediate_size
+        streams = size * (2 * config.hidden_size + 3 * inner)
+        return projected + streams + 4 * heads * min(tokens, QUERY_BLOCK)
+
+    return batch * tokens * max(map(of, config.layers))

@@ -73,13 +73,15 @@ class HbmCache:
         """One step: int32 `[B, 1]` -> (float32 logits `[B, 1, vocabulary]`, the cache)."""
         keys, values = list(self.keys), list(self.values)
 
-        def attend(x, projection, cache, *, layer):
-            query, key, value = _projected(x, projection, self.lengths, model.config.rope)
+        def attend(x, projection, cache, *, layer, rope, **options):
+            del options  # those of a model without windows or soft caps
+            query, key, value = _projected(x, projection, self.lengths, rope)
             keys[layer] = _write(keys[layer], key, self.lengths)
             values[layer] = _write(values[layer], value, self.lengths)
             return _attention(query, keys[layer], values[layer], self.lengths, attention), cache
 
-        x, _ = model.hidden(tokens, None, attend)
+        capacity = self.keys[0].shape[1]
+        x, _ = model.hidden(tokens, None, self.lengths, capacity, attend)
         return model.logits(x), HbmCache(tuple(keys), tuple(values), self.lengths + 1)
 
     @property
@@ -124,8 +126,9 @@ class StagedCache:
         staged = {0: _to_device(host[0])}
         fresh = []
 
-        def attend(x, projection, cache, *, layer):
-            query, key, value = _projected(x, projection, self.lengths, model.config.rope)
+        def attend(x, projection, cache, *, layer, rope, **options):
+            del options  # those of a model without windows or soft caps
+            query, key, value = _projected(x, projection, self.lengths, rope)
             if layer + 1 < layers:
                 ahead, query = jax.lax.optimization_barrier((host[layer + 1], query))
                 staged[layer + 1] = _to_device(ahead)
@@ -136,7 +139,8 @@ class StagedCache:
             )
             return _attention(query, keys, values, self.lengths, attention), cache
 
-        x, _ = model.hidden(tokens, None, attend)
+        capacity = self.keys[0].shape[1]
+        x, _ = model.hidden(tokens, None, self.lengths, capacity, attend)
         # Writes come after every copy out of the host arrays, or they would need copies of them.
         host, fresh, x = jax.lax.optimization_barrier((host, fresh, x))
         new = jax.device_put(fresh, jax.memory.Space.Host)

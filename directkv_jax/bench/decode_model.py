@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from directkv_jax.models import Llama, LlamaConfig
+from directkv_jax.models import ModelConfig, Transformer
 
 
 class RandomModel:
-    """A `Llama` taken apart: the structure is static, the weights are arguments of the step.
+    """A `Transformer` taken apart: the structure is static, the weights are arguments of the step.
 
     The weights do not exist until `make_weights`: a step compiled before that, against
     `abstract_weights`, leaves the buffers in which XLA tries its matmuls out of the memory peak.
@@ -24,10 +24,11 @@ class RandomModel:
     """
 
     def __init__(self, config: dict[str, Any], sharding: jax.sharding.Sharding):
-        llama = LlamaConfig(rms_norm_eps=1e-5, max_position_embeddings=131072, **config)
+        values = {"model_type": "llama", "max_position_embeddings": 131072, **config}
+        llama = ModelConfig.from_dict({"rms_norm_eps": 1e-5, **values})
 
         def build():
-            return Llama(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            return Transformer(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
 
         self.config = llama
         self._graphdef, state = nnx.split(nnx.eval_shape(build))
@@ -49,7 +50,7 @@ class RandomModel:
             weights[index].block_until_ready()  # one at a time, so that scratch does not add up
         return weights
 
-    def module(self, weights) -> Llama:
+    def module(self, weights) -> Transformer:
         """The model with these weights, which are shared and not copied."""
         return nnx.merge(self._graphdef, jax.tree_util.tree_unflatten(self._treedef, weights))
 

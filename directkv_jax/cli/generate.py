@@ -134,9 +134,9 @@ def _chosen(model, placement: str) -> str:
     from directkv_jax._platform import platform_of
     from directkv_jax.implementations import Request, choose
 
-    config = model.config
-    heads = (config.num_attention_heads, config.num_key_value_heads)
-    request = Request(platform_of(), placement, model.dtype, config.head_dim, *heads)
+    layer = model.config.layers[0]
+    heads = (layer.num_attention_heads, layer.num_key_value_heads)
+    request = Request(platform_of(), placement, model.dtype, layer.head_dim, *heads)
     return choose(None, request).name
 
 

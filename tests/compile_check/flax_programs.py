@@ -22,10 +22,11 @@ from directkv_jax.models.prefill import prompt_attention
 FEATURES, HEADS, KV_HEADS = 4096, 32, 8
 
 # Llama 3 8B, four of its 32 layers: all layers are compiled alike.
-LLAMA = models.LlamaConfig(
-    vocab_size=128256, hidden_size=FEATURES, intermediate_size=14336, num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, rope_theta=500000.0,
-)  # fmt: skip
+LLAMA = models.ModelConfig.from_dict({
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": FEATURES,
+    "intermediate_size": 14336, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "rope_theta": 500000.0,
+})  # fmt: skip
 
 
 def flax_programs() -> list[Program]:
@@ -60,7 +61,7 @@ def flax_programs() -> list[Program]:
 
 def _model(mesh, config=LLAMA):
     """(abstract model, abstract cache)."""
-    model = nnx.eval_shape(lambda: models.Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: models.Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
     with target.tracing_for_cuda():
         cache = jax.eval_shape(lambda: model.create_cache(BATCH, MAX_LENGTH))
@@ -118,14 +119,14 @@ def _model_layer(attend, tokens):
     with target.tracing_for_cuda():
         lowered = reading._prefill_layer.lower(
             *graph.split(model.layers[1]), x, cache, index, lengths, attend=attend,
-            rope=model.config.rope, implementation=None,
+            implementation=None,
         )  # fmt: skip
     return lowered, cache
 
 
 def _model_prefill():
     mesh = target.h200()
-    model, cache = _model(mesh, dataclasses.replace(LLAMA, num_hidden_layers=2))
+    model, cache = _model(mesh, dataclasses.replace(LLAMA, layers=LLAMA.layers[:2]))
     graphdef, params = nnx.split(model)
     tokens = target.array(mesh, (BATCH, 512), jnp.int32)
     lengths = target.array(mesh, (BATCH,), jnp.int32)

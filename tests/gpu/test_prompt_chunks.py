@@ -12,24 +12,21 @@ import pytest
 pytest.importorskip("flax", reason="the model is a Flax model")
 from flax import nnx
 
-from directkv_jax.models.config import LlamaConfig
-from directkv_jax.models.llama import Llama
+from directkv_jax.models.config import LayerConfig, ModelConfig, RopeConfig
 from directkv_jax.models.reading import PromptReader
 from directkv_jax.models.sizes import chunk_sizes
+from directkv_jax.models.transformer import Transformer
 
-CONFIG = LlamaConfig(
-    vocab_size=64, hidden_size=128, intermediate_size=192, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-)  # fmt: skip
+CONFIG = ModelConfig("llama", 64, 128, (LayerConfig(8, 2, 64, 192, RopeConfig()),) * 2)
 LENGTHS = np.array([701, 3, 130], np.int32)
 WHOLE = 1024
 
 
 def read(dtype, chunk, placement="host"):
     """Logits after each prompt, of a model whose weights do not depend on `dtype`."""
-    model = Llama(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    model = Transformer(CONFIG, dtype=jnp.float32, rngs=nnx.Rngs(0))
     state = jax.tree.map(lambda x: x.astype(dtype), nnx.state(model))
-    model = nnx.merge(nnx.graphdef(Llama(CONFIG, dtype=dtype, rngs=nnx.Rngs(0))), state)
+    model = nnx.merge(nnx.graphdef(Transformer(CONFIG, dtype=dtype, rngs=nnx.Rngs(0))), state)
     chunks = chunk_sizes(int(LENGTHS.max()), chunk)
     tokens = np.zeros((len(LENGTHS), sum(chunks)), np.int32)
     for row, length in enumerate(LENGTHS):

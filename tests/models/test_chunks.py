@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from directkv_jax.models import LlamaConfig, complete, load
+from directkv_jax.models import ModelConfig, complete, load
 from directkv_jax.models.decoding import Decoder
 from directkv_jax.models.reading import PromptReader, _prefill_layer
 from directkv_jax.models.sizes import chunk_sizes, chunk_tokens, layer_bytes
@@ -161,10 +161,11 @@ def test_sizes_of_chunks():
 
 
 def test_chunk_of_a_budget():
-    llama = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8,
-    )  # fmt: skip
+    llama = ModelConfig.from_dict({
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    })  # fmt: skip
     expected = 2 * 2048 * (4 * 48 * 128 + 2 * (2 * 4096 + 3 * 14336) + 4 * 32 * 512)
     assert layer_bytes(llama, "bfloat16", 2, 2048) == expected
     assert chunk_tokens(llama, "bfloat16", 2, expected) == 2048

@@ -1,0 +1,160 @@
+"""What the configurations of most families share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from directkv_jax.models.config import (
+    Experts,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    positive,
+    token_ids,
+)  # fmt: skip
+from directkv_jax.models.names import LLAMA, Names
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
+    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How a family's files are read.
+
+    Attributes:
+      config: the values of a `config.json` -> `ModelConfig`.
+      names: of the weights.
+    """
+
+    config: Callable[[Mapping[str, Any]], ModelConfig]
+    names: Names = LLAMA
+
+
+class Values:
+    """The values of a `config.json`; null counts as absent."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            raise ValueError(f"the config lacks `{name}`.")
+        return self._values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value, or `default` where there is none."""
+        return self._values.get(name, default)
+
+    def require(self, *names: str) -> None:
+        """All of these.
+
+        Raises:
+          ValueError: naming every one that is missing.
+        """
+        if missing := [name for name in names if name not in self._values]:
+            raise ValueError(f"the config lacks {', '.join(f'`{name}`' for name in missing)}.")
+
+    @property
+    def head_dim(self) -> int:
+        """H; D / N when left out."""
+        return self.get("head_dim") or self["hidden_size"] // positive(
+            "num_attention_heads", self["num_attention_heads"]
+        )
+
+    def rope(self, kind: str | None = None, **changes: Any) -> RopeConfig:
+        """The rotary embedding, in either spelling.
+
+        Args:
+          kind: which of the mappings, where `rope_parameters` has one for each type of layer.
+          **changes: values that go before those found.
+        """
+        # Transformers 5 moved theta and the scaling into one mapping.
+        found = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        if kind is not None and kind in found:
+            found = found[kind]
+        found = {name: value for name, value in dict(found).items() if value is not None}
+        if "type" in found:  # the key of older files
+            found.setdefault("rope_type", found.pop("type"))
+        theta = changes.pop("theta", found.pop("rope_theta", self.get("rope_theta", 10000.0)))
+        fraction = found.pop("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        if found.get("rope_type", "default") == "default":
+            found = {}
+        elif "original_max_position_embeddings" in self:
+            found.setdefault(
+                "original_max_position_embeddings", self["original_max_position_embeddings"]
+            )
+        options = {
+            "theta": float(theta), "scaling": _frozen(found), "rotary_fraction": fraction,
+            "max_position": self.get("max_position_embeddings", 2048),
+        }  # fmt: skip
+        return RopeConfig(**{**options, **changes})
+
+    def layer_types(self, sliding: Callable[[int], bool] = lambda index: False) -> list[bool]:
+        """For each layer whether it is one of a sliding window.
+
+        Args:
+          sliding: index of a layer -> whether, where the file does not say.
+        """
+        count = positive("num_hidden_layers", self["num_hidden_layers"])
+        types = self.get("layer_types") or [
+            "sliding_attention" if sliding(index) else "full_attention" for index in range(count)
+        ]
+        known = ("full_attention", "sliding_attention")
+        if len(types) != count or not set(types) <= set(known):
+            raise ValueError(
+                f"`layer_types` should be {count} of {', '.join(known)}, but got {types!r:.200}."
+            )
+        return [kind == "sliding_attention" for kind in types]
+
+    def layer(
+        self, rope: RopeConfig | None, window: int | None = None, experts: Experts | None = None
+    ) -> LayerConfig:
+        """A layer of the shapes all layers have."""
+        heads = positive("num_attention_heads", self["num_attention_heads"])
+        return LayerConfig(
+            heads, self.get("num_key_value_heads") or heads, self.head_dim,
+            self["intermediate_size"], rope, window, experts,
+        )  # fmt: skip
+
+    def model(self, layers, **options: Any) -> ModelConfig:
+        """A model of these layers, with what most files have in common."""
+        act = self.get("hidden_act") or self.get("hidden_activation", "silu")
+        common = {
+            "family": self["model_type"],
+            "vocab_size": self["vocab_size"],
+            "hidden_size": self["hidden_size"],
+            "norm_eps": self.get("rms_norm_eps", 1e-6),
+            "activation": _ACTIVATIONS.get(act, act),
+            "tie_word_embeddings": self.get("tie_word_embeddings", False),
+            "max_position_embeddings": self.get("max_position_embeddings", 2048),
+            "bos_token_id": self.get("bos_token_id"),
+            "eos_token_id": token_ids(self.get("eos_token_id")),
+        }
+        return ModelConfig(layers=tuple(layers), **{**common, **options})
+
+
+REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+
+
+def checked(values: Mapping[str, Any], *required: str) -> Values:
+    """`Values` that have what every family needs, and `required`."""
+    held = Values(values)
+    held.require(*REQUIRED, *required)
+    return held
+
+
+def _frozen(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    def value(x: Any) -> Any:
+        return tuple(map(value, x)) if isinstance(x, (list, tuple)) else x
+
+    return tuple(sorted((name, value(x)) for name, x in mapping.items()))

@@ -1,0 +1,61 @@
+"""Gemma 2 and 3: local and global layers, norms around attention and MLP.
+
+Gemma 2 has soft caps; Gemma 3 norms of queries and keys, and a RoPE for each type of layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from directkv_jax.models.config import ModelConfig
+from directkv_jax.models.families.common import Family, Values, checked
+from directkv_jax.models.names import LLAMA
+
+
+def gemma2(values) -> ModelConfig:
+    """Every other layer is local, the first too."""
+    held = checked(values, "sliding_window")
+    sliding = held.layer_types(lambda index: index % 2 == 0)
+    layers = [held.layer(held.rope(), held["sliding_window"] if each else None) for each in sliding]
+    return held.model(layers, **_options(held))
+
+
+def gemma3(values) -> ModelConfig:
+    """Five local layers, then a global one."""
+    held = checked(values, "sliding_window")
+    pattern = held.get("sliding_window_pattern", 6)
+    sliding = held.layer_types(lambda index: (index + 1) % pattern != 0)
+    if "rope_parameters" in held:
+        ropes = [held.rope("full_attention"), held.rope("sliding_attention")]
+    else:
+        local = held.get("rope_local_base_freq", 10000.0)
+        theta = held.get("rope_theta", 1_000_000.0)
+        ropes = [held.rope(theta=theta), held.rope(theta=local, scaling=())]
+    layers = [held.layer(ropes[each], held["sliding_window"] if each else None) for each in sliding]
+    return held.model(layers, qk_norm=True, **_options(held))
+
+
+def _options(held: Values) -> dict[str, Any]:
+    bias = held.get("attention_bias", False)
+    act = held.get("hidden_activation") or held.get("hidden_act", "gelu_pytorch_tanh")
+    return {
+        "activation": "gelu_tanh" if act in ("gelu_pytorch_tanh", "gelu_tanh") else act,
+        "sandwich": True,
+        "norm_offset": 1.0,
+        "attention_bias": bias,
+        "output_bias": bias,
+        "attention_scale": held.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_soft_cap": held.get("attn_logit_softcapping", 0.0),
+        "logit_soft_cap": held.get("final_logit_softcapping", 0.0),
+        "embedding_scale": math.sqrt(held["hidden_size"]),
+        "tie_word_embeddings": held.get("tie_word_embeddings", True),
+    }
+
+
+_NAMES = LLAMA.renamed(
+    attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    output_norm="post_feedforward_layernorm",
+)
+FAMILIES = {"gemma2": Family(gemma2, _NAMES), "gemma3_text": Family(gemma3, _NAMES)}
