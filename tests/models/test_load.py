@@ -3,9 +3,11 @@ import pickle
 import re
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from directkv_jax.models import load
@@ -16,7 +18,11 @@ IDS = np.array([[1, 5, 9, 200, 33, 271, 7, 7]], np.int32)
 
 def last_logits(model):
     cache = model.create_cache(1, 16, page_size=16)
-    return np.asarray(model.prefill(IDS, cache, jnp.array([IDS.shape[1]]))[0][0])
+    graphdef, params = nnx.split(model)
+    prefill = jax.jit(
+        lambda params, *rest: nnx.merge(graphdef, params).prefill(*rest), donate_argnums=2
+    )
+    return np.asarray(prefill(params, IDS, cache, jnp.array([IDS.shape[1]]))[0][0])
 
 
 def quietly(path):
