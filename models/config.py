@@ -70,6 +70,14 @@ class Experts:
     width: int
     normalize: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width"):
+            positive(f"experts.{name}", getattr(self, name))
+        if self.per_token > self.count:
+            raise ValueError(
+                f"a token should go to at most {self.count} experts, but got {self.per_token}."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:

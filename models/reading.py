@@ -19,8 +19,8 @@ class PromptReader:
 
     Each chunk passes through all layers before the next one begins. The first attends on the device
     among its own tokens, the later ones to the cache as well: device memory holds the activations
-    of one chunk, however long the prompts are. One layer is compiled for each size of a chunk and
-    called L times: that costs the compilation of one layer, and progress can be told.
+    of one chunk, however long the prompts are. One layer of each kind is compiled for
+    each size of a chunk, and called as often as there are such layers; progress can be told.
 
     Args:
       model: the model; its parameters are shared, not copied.

@@ -25,8 +25,8 @@ constexpr int project_stages(int groups) { return groups > 2 ? 4 : 6; }
 // Elements of D in a stage: 16 for each of the warps that share them.
 constexpr int project_stage_rows(int column_warps) { return 16 * kProjectWarps / column_warps; }
 
-// CTAs for each head: about one on an SM, so that those of the attend kernel fit beside them, and
-// each with work. `stages`: of all D.
+// CTAs for each head: about one on an SM, so that one of the attend kernel fits beside it, and each
+// with work. `stages`: of all D.
 inline int choose_ctas_per_head(int heads, int stages, int sm_count) {
   return std::clamp(std::min((sm_count + heads / 2) / heads, stages), 1, kMaxProjectCtas);
 }

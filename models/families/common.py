@@ -97,6 +97,11 @@ class Values:
         }  # fmt: skip
         return RopeConfig(**{**options, **changes})
 
+    def activation(self, *names: str, default: str = "silu") -> str:
+        """The first of these values, under our name; what is unknown stays as it is."""
+        found = next((self[name] for name in names if name in self), default)
+        return _ACTIVATIONS.get(found, found)
+
     def layer_types(self, sliding: Callable[[int], bool] = lambda index: False) -> list[bool]:
         """For each layer whether it is one of a sliding window.
 
@@ -126,13 +131,12 @@ class Values:
 
     def model(self, layers, **options: Any) -> ModelConfig:
         """A model of these layers, with what most files have in common."""
-        act = self.get("hidden_act") or self.get("hidden_activation", "silu")
         common = {
             "family": self["model_type"],
             "vocab_size": self["vocab_size"],
             "hidden_size": self["hidden_size"],
             "norm_eps": self.get("rms_norm_eps", 1e-6),
-            "activation": _ACTIVATIONS.get(act, act),
+            "activation": self.activation("hidden_act"),
             "tie_word_embeddings": self.get("tie_word_embeddings", False),
             "max_position_embeddings": self.get("max_position_embeddings", 2048),
             "bos_token_id": self.get("bos_token_id"),

@@ -38,9 +38,8 @@ def gemma3(values) -> ModelConfig:
 
 def _options(held: Values) -> dict[str, Any]:
     bias = held.get("attention_bias", False)
-    act = held.get("hidden_activation") or held.get("hidden_act", "gelu_pytorch_tanh")
     return {
-        "activation": "gelu_tanh" if act in ("gelu_pytorch_tanh", "gelu_tanh") else act,
+        "activation": held.activation("hidden_activation", "hidden_act", default="gelu_tanh"),
         "sandwich": True,
         "norm_offset": 1.0,
         "attention_bias": bias,

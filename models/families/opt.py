@@ -34,7 +34,7 @@ def opt(values) -> ModelConfig:
         norm_eps=1e-5,
         attention_bias=bias,
         output_bias=bias,
-        activation=held.get("activation_function", "relu"),
+        activation=held.activation("activation_function", default="relu"),
         gated=False,
         mlp_bias=bias,
         learned_positions=positions + _OFFSET,

@@ -29,8 +29,7 @@ def qwen3_moe(values) -> ModelConfig:
     )  # fmt: skip
     step, plain = held.get("decoder_sparse_step", 1), held.get("mlp_only_layers", [])
     sparse = [
-        index not in plain and experts.count > 0 and (index + 1) % step == 0
-        for index in range(held["num_hidden_layers"])
+        index not in plain and (index + 1) % step == 0 for index in range(held["num_hidden_layers"])
     ]
     window = held.get("sliding_window") if held.get("use_sliding_window", False) else None
     layers = [held.layer(held.rope(), window, experts if each else None) for each in sparse]

@@ -75,6 +75,11 @@ def test_phi3_takes_the_original_context_from_either_place():
     ("kind", "changes", "message"),
     [
         ("mixtral", {}, "lacks `num_local_experts`, `num_experts_per_tok`"),
+        (
+            "mixtral",
+            {"num_local_experts": 2, "num_experts_per_tok": 3},
+            "at most 2 experts, but got 3",
+        ),
         ("gemma2", {}, "lacks `sliding_window`"),
         ("qwen2", {"layer_types": ["full_attention"]}, "`layer_types` should be 6 of"),
         ("gemma3_text", {"sliding_window": 0}, "`sliding_window` should be a positive int"),
