@@ -116,6 +116,19 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
       : "memory");
 }
 
+// The same once loads have brought what `loaded` depends on. An arrival waits for no load of its
+// own: a bulk copy it allows can overtake ldmatrix queued behind bank conflicts, and did. So here
+// something that depends on it comes first; what it does, and when, does not matter.
+__device__ __forceinline__ void barrier_arrive_after(uint32_t loaded, Barrier* barrier) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 state;\n"
+      "setp.eq.u32 p, %1, 0x7fc17fc1;\n"
+      "@p nanosleep.u32 0;\n"
+      "mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)),
+      "r"(loaded)
+      : "memory");
+}
+
 // Arrives once this thread's copy_async_16 so far have landed; does not wait for it.
 __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))

@@ -10,10 +10,9 @@ namespace {
 cudaError_t make_maps(ProjectMaps* maps, const ProjectParams& p, int groups, int stage_rows) {
   const int heads = p.kv_heads * (p.group + 2);
   const cudaError_t status = make_box_map(&maps->weights, p.kernel, {p.head_dim, heads, p.width},
-                                          {kProjectColumns, 1, stage_rows}, /*swizzled=*/true);
+                                          {kProjectColumns, 1, stage_rows});
   if (status != cudaSuccess) return status;
-  return make_box_map(&maps->x, p.x, {p.width, p.rows, 1}, {stage_rows, 8 * groups, 1},
-                      /*swizzled=*/false);
+  return make_box_map(&maps->x, p.x, {p.width, p.rows, 1}, {stage_rows, 8 * groups, 1});
 }
 
 template <typename Shape>

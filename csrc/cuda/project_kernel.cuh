@@ -41,9 +41,14 @@ struct ProjectShape {
   static __host__ __device__ __forceinline__ int stages(int width) {
     return (width + kRows - 1) / kRows;
   }
-  // Where 8 columns of a row of the weights lie: swizzled, as through the map.
+  // Where 8 elements lie, swizzled as through the maps: columns of a row of the weights; of a row
+  // of x.
   static __device__ __forceinline__ int weight(int row, int piece) {
     return piece / 8 * kColumnBytes + row * 128 + (piece % 8 ^ row % 8) * 16;
+  }
+  static __device__ __forceinline__ int x(int row, int piece) {
+    const int line = row * kLineBytes;
+    return kWeightBytes + line + (piece ^ line / 128 % (kLineBytes / 16)) * 16;
   }
 };
 
@@ -62,7 +67,6 @@ __device__ __forceinline__ void fetch_weights(const ProjectParams& p, const Proj
   for (int i = begin; i < end; ++i, ring.advance()) {
     ring.acquire();
     unsigned char* const stage = ring.stage();
-    unsigned char* const x = stage + Shape::kWeightBytes;
 #if DIRECTKV_BULK_COPIES
     (void)p;
     if (lane_id() == 0) {
@@ -71,7 +75,7 @@ __device__ __forceinline__ void fetch_weights(const ProjectParams& p, const Proj
       for (int side = 0; side < Shape::kSide; ++side)
         copy_box_at(stage + side * Shape::kColumnBytes, &maps.weights, side * kProjectColumns, head,
                     i * Shape::kRows, ring.full());
-      copy_box_at(x, &maps.x, i * Shape::kRows, 0, 0, ring.full());
+      copy_box_at(stage + Shape::kWeightBytes, &maps.x, i * Shape::kRows, 0, 0, ring.full());
     }
 #else
     (void)maps;
@@ -87,8 +91,9 @@ __device__ __forceinline__ void fetch_weights(const ProjectParams& p, const Proj
            d < p.width && piece * 8 < p.head_dim);
     }
     for (int n = lane_id(); n < 8 * Shape::kGroups * kLine; n += 32) {
-      const int row = n / kLine, d = i * Shape::kRows + n % kLine * 8;
-      copy(x + n * 16, p.x, int64_t{row} * p.width + d, row < p.rows && d < p.width);
+      const int row = n / kLine, piece = n % kLine, d = i * Shape::kRows + piece * 8;
+      copy(stage + Shape::x(row, piece), p.x, int64_t{row} * p.width + d,
+           row < p.rows && d < p.width);
     }
     barrier_arrive_after_copies(ring.full());
 #endif
@@ -102,24 +107,30 @@ class Products {
   // Of row 8 * group + 2 * (lane % 4) + e % 2, column 16 * i + 8 * (e / 2) + lane / 4.
   float sum[Shape::kGroups][4][4] = {};  // group, i, e
 
-  // Adds a stage. `side`: which 64 columns, `share`: which 16 elements of D.
-  __device__ __forceinline__ void add(const unsigned char* stage, int side, int share) {
+  // Adds a stage. `side`: which 64 columns, `share`: which 16 elements of D. The result depends on
+  // all that was loaded.
+  __device__ __forceinline__ uint32_t add(const unsigned char* stage, int side, int share) {
     const int lane = lane_id(), row = 16 * share + lane % 8;
-    uint32_t x[Shape::kGroups][4];
+    uint32_t x[(Shape::kGroups + 1) / 2][4], loaded = 0;
 #pragma unroll
-    for (int group = 0; group < Shape::kGroups; ++group)
-      load_matrices<false>(x[group], stage + Shape::kWeightBytes +
-                                         (8 * group + lane % 8) * Shape::kLineBytes + share * 32 +
-                                         lane / 8 % 2 * 16);  // the upper lanes repeat the lower
+    for (int pair = 0; pair < (Shape::kGroups + 1) / 2; ++pair) {
+      const int group = min(2 * pair + lane / 16, Shape::kGroups - 1);
+      load_matrices<false>(
+          x[pair], stage + Shape::x(8 * group + lane % 8, 2 * share + lane / 8 % 2));
+      loaded ^= x[pair][0];
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t w[4];
       load_matrices<true>(
           w, stage + Shape::weight(row + lane / 16 * 8, side * 8 + 2 * i + lane / 8 % 2));
+      loaded ^= w[0];
 #pragma unroll
       for (int group = 0; group < Shape::kGroups; ++group)
-        multiply_add<Shape::kDType>(sum[group][i], w, x[group][0], x[group][1]);
+        multiply_add<Shape::kDType>(sum[group][i], w, x[group / 2][group % 2 * 2],
+                                    x[group / 2][group % 2 * 2 + 1]);
     }
+    return loaded;
   }
 };
 
@@ -261,8 +272,8 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
     sync_some(kRingIsReady, kThreads);
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      products.add(ring.take(), side, share);
-      ring.release();
+      const uint32_t loaded = products.add(ring.take(), side, share);
+      ring.release_after(loaded);
     }
   }
 

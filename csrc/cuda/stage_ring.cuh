@@ -23,7 +23,8 @@ class StageRing {
   __device__ __forceinline__ unsigned char* stage() const { return storage_ + at_ * kBytes; }
   __device__ __forceinline__ Barrier* full() const { return barriers_ + 2 * at_; }
 
-  // Consumers: waits for the stage whose turn it is; gives it back, every warp.
+  // Consumers: waits for the stage whose turn it is; gives it back, every warp. `loaded`: depends on
+  // all loads of the stage whose results nothing has waited for.
   __device__ __forceinline__ unsigned char* take() const {
     barrier_wait(full(), parity_);
     __syncwarp();
@@ -32,6 +33,11 @@ class StageRing {
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (lane_id() == 0) barrier_arrive(full() + 1);
+    advance();
+  }
+  __device__ __forceinline__ void release_after(uint32_t loaded) {
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive_after(loaded, full() + 1);
     advance();
   }
   // The producer: waits until the stage is free; goes on to the next.

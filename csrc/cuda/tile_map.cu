@@ -28,16 +28,14 @@ cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* 
   return cudaSuccess;
 }
 
-cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box,
-                         bool swizzled) {
+cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box) {
   *map = {static_cast<const unsigned char*>(array),
           size.x,
           size.y,
           size.z,
           box.x,
           box.y,
-          box.z,
-          swizzled};
+          box.z};
   return cudaSuccess;
 }
 
@@ -104,19 +102,19 @@ cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* 
                   {small(box_tokens), small(head / kSwizzledBytes), 1});
 }
 
-cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box,
-                         bool swizzled) {
+cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box) {
   const auto encode = encode_function();
   if (!encode) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {large(size.x), large(size.y), large(size.z)};
   const cuuint64_t strides[] = {large(2 * int64_t{size.x}), large(2 * int64_t{size.x} * size.y)};
   const cuuint32_t extent[] = {small(box.x), small(box.y), small(box.z)};
   const cuuint32_t steps[] = {1, 1, 1};
+  const CUtensorMapSwizzle swizzle = box.x == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box.x == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult status =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(array), sizes, strides,
-             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -125,8 +125,8 @@ struct Extent3 {
 };
 
 // The map of an array [z, y, x] of 16-bit elements, of which a copy brings a box, with zeros beyond
-// the edges. x is a multiple of 8; `swizzled`: a box is 64 wide.
-cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box,
-                         bool swizzled);
+// the edges. x is a multiple of 8. A line of a box is of 32, 64 or 128 bytes, and swizzled: its
+// 16-byte pieces change places, so that those of 8 lines lie in 8 different groups of banks.
+cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box);
 
 }  // namespace directkv::cuda

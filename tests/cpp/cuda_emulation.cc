@@ -318,6 +318,7 @@ void barrier_init(Barrier* barrier, int arrivals) {
 }
 
 void barrier_arrive(Barrier* barrier) { arrive(find(barrier)); }
+void barrier_arrive_after(uint32_t, Barrier* barrier) { arrive(find(barrier)); }
 
 void barrier_arrive_expecting(Barrier* barrier, int bytes) {
   Phases& p = find(barrier);
@@ -381,10 +382,9 @@ void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Bar
 
 void copy_box_at(void* shared, const BoxMap* map, int x, int y, int z, Barrier* barrier) {
   const int pieces = map->box_x / 8;
-  if (reinterpret_cast<uintptr_t>(shared) % (map->swizzled ? 1024 : 128) != 0)
-    fail("misaligned bulk copy");
-  if (map->size_x % 8 != 0 || map->box_x % 8 != 0 || (map->swizzled && pieces != 8))
+  if (map->size_x % 8 != 0 || map->box_x % 8 != 0 || (pieces != 2 && pieces != 4 && pieces != 8))
     fail("not a map");
+  if (reinterpret_cast<uintptr_t>(shared) % (128 * pieces) != 0) fail("misaligned bulk copy");
   static const unsigned char zeros[16] = {};
   auto* line = static_cast<unsigned char*>(shared);
   for (int k = z; k < z + map->box_z; ++k)
@@ -393,8 +393,7 @@ void copy_box_at(void* shared, const BoxMap* map, int x, int y, int z, Barrier* 
         const int at = x + 8 * i;
         const bool there = k < map->size_z && j < map->size_y && at < map->size_x;
         const int64_t element = (int64_t{k} * map->size_y + j) * map->size_x + at;
-        const int swizzle =
-            map->swizzled ? static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8) : 0;
+        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % pieces);
         start(find(barrier).copies, line + 16 * (i ^ swizzle),
               there ? map->array + 2 * element : zeros, 16);
       }

@@ -85,6 +85,7 @@ void copy_async_16(void* to, const void* from);
 void copy_async_16_or_zeros(void* to, const void* from, bool there);
 void barrier_init(Barrier* barrier, int arrivals);
 void barrier_arrive(Barrier* barrier);
+void barrier_arrive_after(uint32_t loaded, Barrier* barrier);
 void barrier_arrive_expecting(Barrier* barrier, int bytes);
 void barrier_arrive_after_copies(Barrier* barrier);
 void barrier_wait(Barrier* barrier, unsigned parity);
@@ -99,7 +100,6 @@ struct TileMap {
 struct BoxMap {
   const unsigned char* array;
   int size_x, size_y, size_z, box_x, box_y, box_z;
-  bool swizzled;
 };
 struct TokenMap {
   const unsigned char* tokens;
@@ -164,6 +164,7 @@ using emulation::arrive_in_cluster;
 using emulation::arrive_some;
 using emulation::Barrier;
 using emulation::barrier_arrive;
+using emulation::barrier_arrive_after;
 using emulation::barrier_arrive_after_copies;
 using emulation::barrier_arrive_expecting;
 using emulation::barrier_init;
