@@ -122,11 +122,11 @@ def staged(model, tokens, options) -> tuple[float, float]:
         x = model.embed(part, start + jnp.arange(options.chunk)[None])
         begin = time.perf_counter()
         at = jnp.int32(start)
-        one.lower(layers[0][1], x, at, host[0]).compile()
+        program = one.lower(layers[0][1], x, at, host[0]).compile()
         compile_s += time.perf_counter() - begin
         begin = time.perf_counter()
         for (_, params), chunks in zip(layers, host, strict=True):
-            x, new = one(params, x, at, chunks)
+            x, new = program(params, x, at, chunks)
             chunks.append(new)
         x.block_until_ready()
         seconds += time.perf_counter() - begin

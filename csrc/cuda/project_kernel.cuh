@@ -115,8 +115,8 @@ class Products {
 #pragma unroll
     for (int pair = 0; pair < (Shape::kGroups + 1) / 2; ++pair) {
       const int group = min(2 * pair + lane / 16, Shape::kGroups - 1);
-      load_matrices<false>(
-          x[pair], stage + Shape::x(8 * group + lane % 8, 2 * share + lane / 8 % 2));
+      load_matrices<false>(x[pair],
+                           stage + Shape::x(8 * group + lane % 8, 2 * share + lane / 8 % 2));
       loaded ^= x[pair][0];
     }
 #pragma unroll

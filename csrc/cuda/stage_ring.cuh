@@ -23,8 +23,8 @@ class StageRing {
   __device__ __forceinline__ unsigned char* stage() const { return storage_ + at_ * kBytes; }
   __device__ __forceinline__ Barrier* full() const { return barriers_ + 2 * at_; }
 
-  // Consumers: waits for the stage whose turn it is; gives it back, every warp. `loaded`: depends on
-  // all loads of the stage whose results nothing has waited for.
+  // Consumers: waits for the stage whose turn it is; gives it back, every warp. `loaded`: depends
+  // on all loads of the stage whose results nothing has waited for.
   __device__ __forceinline__ unsigned char* take() const {
     barrier_wait(full(), parity_);
     __syncwarp();

@@ -29,13 +29,7 @@ cudaError_t make_token_map(TokenMap* map, const PageLayout& layout, const void* 
 }
 
 cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, const Extent3& box) {
-  *map = {static_cast<const unsigned char*>(array),
-          size.x,
-          size.y,
-          size.z,
-          box.x,
-          box.y,
-          box.z};
+  *map = {static_cast<const unsigned char*>(array), size.x, size.y, size.z, box.x, box.y, box.z};
   return cudaSuccess;
 }
 
@@ -114,7 +108,8 @@ cudaError_t make_box_map(BoxMap* map, const void* array, const Extent3& size, co
                                                    : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUresult status =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(array), sizes, strides,
-             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
