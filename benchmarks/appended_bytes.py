@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from directkv_jax import KVCache, QKVProjection, RoPE, qkv_attention
 from directkv_jax.bench import record
 
-METRIC = "lts__t_sectors_aperture_sysmem_op_write.sum"
+METRIC = "lts__t_sectors_srcunit_tex_aperture_sysmem_op_write.sum"  # of the SMs
 SECTOR_BYTES = 32
 KERNEL_NAMES = ("append", "merge", "project", "attend")
 KERNELS = "regex:" + "|".join(KERNEL_NAMES)
