@@ -197,8 +197,9 @@ STAGES: dict[str, Callable[[Path], Counts]] = {
     "synccheck": sanitizer("synccheck"),
     "gpu": pytest("tests/gpu"),
     "model": pytest("tests/models/test_real_model.py", "-k", "cuda"),
+    "parity": pytest("tests/models/test_parity.py", parallel=True),
     "flax": pytest("tests/flax", parallel=True),
-    "contract": pytest("tests/core", "tests/property", "-k", "cuda", parallel=True),
+    "contract": pytest("tests/core", "tests/property", "-k", "cuda or fused", parallel=True),
 }
 
 
