@@ -96,8 +96,21 @@ def check_rows_argument(name: str, x, batch: int) -> jax.Array:
     return jnp.broadcast_to(x, (batch,)).astype(jnp.int32)
 
 
-def check_window(local_window_size) -> int:
-    """The left window of `jax.nn.dot_product_attention`'s `local_window_size`, -1 for none."""
+def check_window(local_window_size, kept: int | None = None) -> int:
+    """The left window of `jax.nn.dot_product_attention`'s `local_window_size`, -1 for none.
+
+    `kept`: the window of the cache, which a query must not look beyond.
+    """
+    left = _window_left(local_window_size)
+    if kept is not None and not 0 <= left < kept:
+        raise ValueError(
+            f"This cache keeps a window of {kept} tokens, so `local_window_size` should be at most "
+            f"({kept - 1}, 0), but got {local_window_size}."
+        )
+    return left
+
+
+def _window_left(local_window_size) -> int:
     if local_window_size is None:
         return -1
     pair = local_window_size

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from directkv_jax import _checks
-from directkv_jax._platform import any_tracer, platform_of
-from directkv_jax._sharding import CacheSpecs, axis_size, over_mesh
-from directkv_jax.implementations import Request, choose
+from directkv_jax._pages import read_pages, write_pages
+from directkv_jax._platform import any_tracer
 
 if TYPE_CHECKING:
     from directkv_jax.cache import KVCache
@@ -30,6 +29,21 @@ def admit(cache: KVCache, seq_lengths, tokens: int):
     return jnp.where(fits, seq_lengths, 0), cache.overflowed | (~ok & (seq_lengths != 0))
 
 
+def kept_tokens(cache: KVCache, key, value, admitted):
+    """Of an append, what later queries can see: with a window, the last tokens of each row.
+
+    Returns:
+      (key, value: `[B, T', K, H]`, the lengths they are written at, how many are valid).
+    """
+    kept = cache.kept_length
+    if cache.window is None or key.shape[1] <= kept:
+        return key, value, cache.lengths, admitted
+    skipped = jnp.maximum(admitted - kept, 0)
+    last = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, kept))
+    key, value = (last(x, skipped) for x in (key, value))
+    return key, value, cache.lengths + skipped, admitted - skipped
+
+
 def advance(cache: KVCache, n) -> KVCache:
     """`lengths + n` for rows that have not overflowed."""
     end = cache.lengths + n
@@ -45,13 +59,15 @@ def advance(cache: KVCache, n) -> KVCache:
             )
     ok = (n >= 0) & (n <= cache.max_length) & (end <= cache.max_length)  # the sum may wrap
     lengths = jnp.where(ok & ~cache.overflowed, end, cache.lengths)
-    return cache.replace(lengths=lengths, overflowed=cache.overflowed | ~ok)
+    written = None if cache.written is None else jnp.maximum(cache.written, lengths)
+    return cache.replace(lengths=lengths, overflowed=cache.overflowed | ~ok, written=written)
 
 
 def truncate(cache: KVCache, lengths) -> KVCache:
     """Shorter rows; those asked for what they do not hold, or share, keep their length."""
     ok = (lengths >= 0) & (lengths <= cache.lengths)
     shared = _open_page_is_shared(cache, lengths)
+    lost = _is_overwritten(cache, lengths)
     if not any_tracer(cache, lengths):
         if not np.asarray(ok).all():
             raise ValueError(
@@ -63,10 +79,23 @@ def truncate(cache: KVCache, lengths) -> KVCache:
                 f"Rows {rows.tolist()} would go on in a page that they share with a row they were "
                 "forked from. Truncate before the fork, or not into the common part."
             )
-    ok &= ~shared
+        if (rows := np.flatnonzero(np.asarray(lost))).size:
+            raise ValueError(
+                f"Rows {rows.tolist()} would go back more than {cache.rollback} tokens from the "
+                f"{np.asarray(cache.written)[rows].tolist()} they have held: their window is "
+                "overwritten. Create the cache with a larger `rollback`."
+            )
+    ok &= ~shared & ~lost
     return cache.replace(
         lengths=jnp.where(ok, lengths, cache.lengths), overflowed=cache.overflowed | ~ok
     )
+
+
+def _is_overwritten(cache: KVCache, lengths):
+    """bool `[B]`: the window before a shortened row is no longer in its ring."""
+    if cache.written is None or cache.kept_length == cache.max_length:
+        return jnp.zeros_like(cache.overflowed)
+    return (lengths < cache.lengths) & (lengths < cache.written - cache.rollback)
 
 
 def _open_page_is_shared(cache: KVCache, lengths):
@@ -96,6 +125,7 @@ def take_rows(cache: KVCache, rows) -> KVCache:
         page_table=cache.page_table[picked],
         lengths=cache.lengths[picked],
         overflowed=cache.overflowed[picked] | repeated | absent,
+        written=None if cache.written is None else cache.written[picked],
     )
 
 
@@ -106,7 +136,7 @@ def reset(cache: KVCache, mask) -> KVCache:
     the row would go on writing into the other. Without sharing the page table stays as it is.
     """
     table, num_pages = cache.page_table, cache.num_pages
-    if cache.batch_axis is None:  # `fork` refuses a split batch, so nothing is shared there
+    if cache.batch_axis is None and cache.window is None:  # what `fork` refuses shares nothing
         valid = (table >= 0) & (table < num_pages)
         # The owner of a page is its first holder, rows that stay before rows that are emptied.
         order = (
@@ -123,12 +153,18 @@ def reset(cache: KVCache, mask) -> KVCache:
         page_table=table,
         lengths=jnp.where(mask, 0, cache.lengths),
         overflowed=cache.overflowed & ~mask,
+        written=None if cache.written is None else jnp.where(mask, 0, cache.written),
     )
 
 
 def fork(cache: KVCache, rows) -> KVCache:
     """Independent copies of rows: full pages shared, the open page copied."""
     _checks.check_cache(cache)
+    if cache.window is not None:
+        raise NotImplementedError(
+            "`fork` of a cache that keeps a window is not supported: its rows overwrite the pages "
+            "that they would share."
+        )
     rows = _check_row_ids(cache, rows, "fork")
     if any_tracer(cache, rows):
         return _fork(cache, rows)
@@ -191,38 +227,6 @@ def _free_pages(cache: KVCache, held):
     return jnp.sort(jnp.where(used, cache.num_pages, ids))
 
 
-def read_pages(cache: KVCache, page_ids):
-    """Whole pages as a device array `[n, L, K, E]`; zeros for ids out of range."""
-    specs = CacheSpecs(None, cache.kv_head_axis)
-    mover, storage = _page_mover(cache), cache.storage
-    return over_mesh(
-        lambda pages, ids: mover.read_pages(pages, ids, storage),
-        cache.mesh,
-        (specs.pages, specs.scalar),
-        specs.pages,
-    )(cache.pages, page_ids)
-
-
-def write_pages(cache: KVCache, data, page_ids):
-    """The pages array with whole pages `[n, L, K, E]` written; ids out of range are skipped."""
-    specs = CacheSpecs(None, cache.kv_head_axis)
-    mover, storage = _page_mover(cache), cache.storage
-    return over_mesh(
-        lambda pages, data, ids: mover.write_pages(pages, data, ids, storage),
-        cache.mesh,
-        (specs.pages, specs.pages, specs.scalar),
-        specs.pages,
-    )(cache.pages, data, page_ids)
-
-
-def _page_mover(cache: KVCache):
-    heads = cache.num_kv_heads
-    platform = platform_of(cache.pages, cache.mesh)
-    return choose(
-        None, Request(platform, cache.placement, cache.dtype, cache.head_dim, heads, heads)
-    )
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def _eager_fork(pages, rest, rows):
     """Donates the pages alone: with another number of rows nothing else can be reused."""
@@ -252,30 +256,3 @@ def _check_row_ids(cache: KVCache, rows, name: str):
                 f"`rows` should be in [0, B={cache.batch}), but got {values.tolist()}."
             )
     return rows.astype(jnp.int32)
-
-
-def gather(cache: KVCache, layer: int, row: int, start: int, stop: int):
-    """Keys and values of tokens `[start, stop)` of a row as NumPy `[n, K, H]`."""
-    if any_tracer(cache):
-        raise ValueError("`gather` is for debugging and cannot be traced; call it outside jit.")
-    in_range = 0 <= layer < cache.num_layers and 0 <= row < cache.batch
-    if not in_range or not 0 <= start <= stop <= cache.max_length:
-        raise ValueError(
-            f"`gather` takes layer < L={cache.num_layers}, row < B={cache.batch} and 0 <= start <= "
-            f"stop <= {cache.max_length}, but got layer={layer}, row={row}, [{start}, {stop}); the "
-            f"rows hold {np.asarray(cache.lengths).tolist()} tokens."
-        )
-    first, last = start // cache.page_size, -(-stop // cache.page_size)
-    if cache.batch_axis is not None:
-        pages = np.asarray(jax.device_get(cache.pages))[layer]
-        shards = axis_size(cache.mesh, cache.batch_axis)
-        shard = row // max(1, cache.batch // shards)
-        ids = np.asarray(cache.page_table)[row, first:last] + shard * cache.pages_per_shard
-        tiles = pages[ids]
-    else:
-        ids = np.asarray(cache.page_table)[row, first:last]
-        tiles = np.asarray(read_pages(cache, jnp.asarray(ids)))[:, layer]
-    rows = np.moveaxis(cache.layout.unpack(tiles), 2, 0)  # [2, n_pages, K, page_size, H]
-    flat = np.moveaxis(rows, 3, 2).reshape(2, -1, cache.num_kv_heads, cache.head_dim)
-    cut = slice(start - first * cache.page_size, stop - first * cache.page_size)
-    return flat[0, cut].copy(), flat[1, cut].copy()

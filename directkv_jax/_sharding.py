@@ -62,3 +62,21 @@ def _axes(spec: PartitionSpec, ndim: int) -> tuple:
 def named(mesh: Mesh | None, spec: PartitionSpec) -> NamedSharding | None:
     """A NamedSharding, or None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec)
+
+
+def check_split(mesh, batch_axis, kv_head_axis, batch: int, pages: int, kv_heads: int) -> int:
+    """Checks that every split is even; returns the number of shards of the batch axis."""
+    if mesh is None and (batch_axis or kv_head_axis):
+        raise ValueError("`batch_axis` and `kv_head_axis` need a `mesh`.")
+    rows, heads = axis_size(mesh, batch_axis), axis_size(mesh, kv_head_axis)
+    for name, value, axis, size in (
+        ("num_kv_heads", kv_heads, kv_head_axis, heads),
+        ("batch", batch, batch_axis, rows),
+        ("num_pages", pages, batch_axis, rows),
+    ):
+        if value % size:
+            raise ValueError(
+                f"`{name}` should be divisible by the {size} shards of mesh axis {axis!r}, but got "
+                f"{value}."
+            )
+    return rows

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from directkv_jax import _checks
+from directkv_jax import _checks, _rows
 from directkv_jax._platform import any_tracer, platform_of
 from directkv_jax._sharding import CacheSpecs, over_mesh
 from directkv_jax.cache import KVCache
@@ -194,7 +194,7 @@ def prepare(
         raise ValueError(f"`logits_soft_cap` should be positive or None, but got {soft_cap!r}.")
     scale = 1.0 / math.sqrt(cache.head_dim) if scale is None else float(scale)
     options = Options(
-        cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window),
+        cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window, cache.window),
         _checks.check_num_ctas(num_ctas),
     )  # fmt: skip
     return Call(
@@ -250,6 +250,7 @@ def run_append(cache, key, value, layer, seq_lengths, after, name) -> KVCache:
     specs = CacheSpecs(cache.batch_axis, cache.kv_head_axis)
     admitted, overflowed = cache.admit(seq_lengths, key.shape[1])
     overflowed |= ((layer < 0) | (layer >= cache.num_layers)) & (seq_lengths != 0)
+    key, value, lengths, admitted = _rows.kept_tokens(cache, key, value, admitted)
     storage = cache.storage
     after = key if after is None else after
     split_after = after.ndim == 4 and after.shape[:2] == key.shape[:2]
@@ -260,7 +261,7 @@ def run_append(cache, key, value, layer, seq_lengths, after, name) -> KVCache:
 
     in_specs = (specs.tokens, specs.tokens, after_spec, *row_specs(specs))
     pages = over_mesh(run, cache.mesh, in_specs, specs.pages)(
-        key, value, after, cache.pages, cache.page_table, cache.lengths, admitted, layer
+        key, value, after, cache.pages, cache.page_table, lengths, admitted, layer
     )
     return cache.replace(pages=pages, overflowed=overflowed)
 

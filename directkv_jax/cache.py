@@ -10,18 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from directkv_jax import _checks, _rows, memory
-from directkv_jax._layout import PageLayout, pages_for
+from directkv_jax import _checks, _page_table, _pages, _rows, memory
+from directkv_jax._layout import PageLayout
 from directkv_jax._platform import any_tracer, is_concrete
-from directkv_jax._sharding import CacheSpecs, axis_size, named
+from directkv_jax._sharding import CacheSpecs, axis_size, check_split, named
 from directkv_jax._tracking import track, untrack
 from directkv_jax.implementations import Storage
+
+_META = (
+    "layout", "placement", "mesh", "kv_head_axis", "batch_axis", "tracked", "window", "rollback"
+)  # fmt: skip
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("pages", "page_table", "lengths", "overflowed"),
-    meta_fields=("layout", "placement", "mesh", "kv_head_axis", "batch_axis", "tracked"),
+    data_fields=("pages", "page_table", "lengths", "overflowed", "written"),
+    meta_fields=_META,
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVCache:
@@ -45,6 +49,10 @@ class KVCache:
       kv_head_axis: mesh axis of the KV heads.
       batch_axis: mesh axis of the rows and of their pages.
       tracked: the buffer is known, so that a call that was given a copy of it is refused.
+      window: tokens that a query may see, itself included, if the cache keeps no others: the page
+        table of a row then goes round in a ring of pages. None: all are kept.
+      rollback: with a window, how far `truncate` can go back.
+      written: with a window, int32 `[B]`, the most tokens that a row has held.
     """
 
     pages: jax.Array
@@ -57,13 +65,16 @@ class KVCache:
     kv_head_axis: str | None
     batch_axis: str | None
     tracked: bool
+    window: int | None = None
+    rollback: int = 0
+    written: jax.Array | None = None
 
     @classmethod
     def create(
         cls, batch: int, max_length: int, *, num_kv_heads: int, head_dim: int, num_layers: int = 1,
         dtype=jnp.bfloat16, page_size: int = 64, num_pages: int | None = None,
-        placement: str = "host", mesh: Mesh | None = None, kv_head_axis: str | None = None,
-        batch_axis: str | None = None,
+        placement: str = "host", window: int | None = None, rollback: int = 0,
+        mesh: Mesh | None = None, kv_head_axis: str | None = None, batch_axis: str | None = None,
     ) -> KVCache:  # fmt: skip
         """Allocates an empty cache. Host memory is page-locked; device memory is not touched.
 
@@ -79,6 +90,10 @@ class KVCache:
           num_pages: P; default `B * max_pages`, and row b then owns pages `b * max_pages` and on.
             With any other number the page table starts out of range and is the caller's to fill.
           placement: "host" or "device".
+          window: for layers of a sliding window: a query sees so many tokens, itself included, and
+            the cache keeps no more of a row than it must. Every attend then names a
+            `local_window_size` within it. `fork` is refused.
+          rollback: with a window, how many tokens `truncate` may take back.
           mesh: a mesh to split the cache over, with the axes below.
           kv_head_axis: its axis for KV heads; K must be divisible by its size.
           batch_axis: its axis for rows; B and P must be divisible by its size.
@@ -87,26 +102,18 @@ class KVCache:
           ValueError, TypeError: a size is wrong.
           MemoryError: the memory cannot be had; names asked, available and the limit.
         """
-        for name, value in (
-            ("batch", batch),
-            ("max_length", max_length),
-            ("num_layers", num_layers),
-            ("num_pages", 1 if num_pages is None else num_pages),
-        ):
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+        _page_table.check_sizes(
+            batch=batch, max_length=max_length, num_layers=num_layers,
+            num_pages=1 if num_pages is None else num_pages,
+        )  # fmt: skip
+        _page_table.check_window(window, rollback, num_pages)
         layout = PageLayout(page_size, num_kv_heads, head_dim, dtype)
-        max_pages = pages_for(max_length, page_size)
-        identity = num_pages is None
-        num_pages = batch * max_pages if num_pages is None else num_pages
-        rows = _check_mesh(mesh, batch_axis, kv_head_axis, batch, num_pages, num_kv_heads)
+        table = _page_table.create(batch, max_length, page_size, num_pages, window, rollback)
+        num_pages = table.pages if num_pages is None else num_pages
+        rows = check_split(mesh, batch_axis, kv_head_axis, batch, num_pages, num_kv_heads)
         specs = CacheSpecs(batch_axis, kv_head_axis)
         shape = (num_layers, num_pages, num_kv_heads, layout.tile_elements)
         pages = memory.allocate(shape, layout.dtype, placement, named(mesh, specs.pages))
-        table = np.full((batch, max_pages), num_pages, np.int32)
-        if identity:
-            table = np.arange(num_pages, dtype=np.int32).reshape(batch, max_pages)
-            table = table % (num_pages // rows)
 
         def put(x, spec):
             if mesh is not None:
@@ -116,7 +123,7 @@ class KVCache:
 
         return cls(
             pages=pages,
-            page_table=put(jnp.asarray(table), specs.page_table),
+            page_table=put(jnp.asarray(table.of_shards(rows)), specs.page_table),
             lengths=put(jnp.zeros((batch,), jnp.int32), specs.lengths),
             overflowed=put(jnp.zeros((batch,), jnp.bool_), specs.lengths),
             layout=layout,
@@ -125,6 +132,9 @@ class KVCache:
             kv_head_axis=kv_head_axis,
             batch_axis=batch_axis,
             tracked=track(pages),
+            window=window,
+            rollback=rollback,
+            written=None if window is None else put(jnp.zeros((batch,), jnp.int32), specs.lengths),
         )
 
     def replace(self, **fields) -> KVCache:
@@ -160,6 +170,13 @@ class KVCache:
     def max_length(self) -> int:
         """Tokens a row can hold."""
         return self.max_pages * self.page_size
+
+    @property
+    def kept_length(self) -> int:
+        """Tokens of a row that are kept, the newest: `max_length`, or those of the ring."""
+        if self.window is None:
+            return self.max_length
+        return self.num_pages // self.batch * self.page_size
 
     @property
     def page_size(self) -> int:
@@ -228,8 +245,9 @@ class KVCache:
         """Rolls rows back to `lengths`, an int or int32 `[B]`, at most the present lengths.
 
         Raises:
-          ValueError: eagerly, if a length is negative or larger than the present one, or if the new
-            last page is shared with another row by `fork`. Under jit such rows keep their length
+          ValueError: eagerly, if a length is negative or larger than the present one, if the new
+            last page is shared with another row by `fork`, or, with a window, if it is further back
+            than `rollback` from the longest the row has been. Under jit such rows keep their length
             and are flagged.
         """
         _checks.check_alive(self)
@@ -269,7 +287,7 @@ class KVCache:
     def delete(self) -> None:
         """Frees the memory at once. Using the cache afterwards is an error."""
         untrack(self.pages)
-        for array in (self.pages, self.page_table, self.lengths, self.overflowed):
+        for array in jax.tree.leaves(self):
             array.delete()
 
     def adopt(self) -> KVCache:
@@ -284,7 +302,7 @@ class KVCache:
           ValueError: traced, or a range that is not in the cache.
         """
         _checks.check_cache(self)
-        return _rows.gather(self, layer, row, start, stop)
+        return _pages.gather(self, layer, row, start, stop)
 
     def __repr__(self) -> str:
         if not hasattr(self.pages, "shape"):
@@ -296,23 +314,6 @@ class KVCache:
             f"KVCache(B={self.batch}, L={self.num_layers}, K={self.num_kv_heads}, "
             f"H={self.head_dim}, {self.dtype.name}, max_length={self.max_length}, "
             f"page_size={self.page_size}, {self.placement}, {self.nbytes / 2**20:.1f} MiB, "
+            f"{'' if self.window is None else f'window={self.window}, '}"
             f"lengths={lengths})"
         )
-
-
-def _check_mesh(mesh, batch_axis, kv_head_axis, batch: int, pages: int, kv_heads: int) -> int:
-    """Checks that every split is even; returns the number of shards of the batch axis."""
-    if mesh is None and (batch_axis or kv_head_axis):
-        raise ValueError("`batch_axis` and `kv_head_axis` need a `mesh`.")
-    rows, heads = axis_size(mesh, batch_axis), axis_size(mesh, kv_head_axis)
-    for name, value, axis, size in (
-        ("num_kv_heads", kv_heads, kv_head_axis, heads),
-        ("batch", batch, batch_axis, rows),
-        ("num_pages", pages, batch_axis, rows),
-    ):
-        if value % size:
-            raise ValueError(
-                f"`{name}` should be divisible by the {size} shards of mesh axis {axis!r}, but got "
-                f"{value}."
-            )
-    return rows

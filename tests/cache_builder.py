@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import directkv_jax
-from directkv_jax import _rows
+from directkv_jax import _pages
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ def pointers(cache: directkv_jax.KVCache) -> list[int]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_all(cache, data, ids):
-    return cache.replace(pages=_rows.write_pages(cache, data, ids))
+    return cache.replace(pages=_pages.write_pages(cache, data, ids))
 
 
-_read = jax.jit(_rows.read_pages)
+_read = jax.jit(_pages.read_pages)
