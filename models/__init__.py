@@ -4,6 +4,7 @@ Needs the `models` extra. Letters of shapes, as everywhere in the package: B bat
 N query heads, K KV heads, G = N/K, H head dim, D model dim, L layers.
 """
 
+from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.generate import complete, generate, stream
 from directkv_jax.models.loading import load
@@ -15,6 +16,7 @@ from directkv_jax.models.transformer import Transformer
 
 __all__ = [
     "Generation",
+    "ModelCache",
     "ModelConfig",
     "Options",
     "Piece",

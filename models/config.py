@@ -5,7 +5,9 @@ A family (`families/`) reads them from a `config.json`; nothing below it asks wh
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,6 +122,23 @@ class LayerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Layers whose keys and values lie in one `KVCache`.
+
+    Attributes:
+      num_kv_heads: K.
+      head_dim: H.
+      window: tokens that their queries see, or None for all.
+      num_layers: how many they are.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    num_layers: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only model. Letters: D, N, K, H, L of the package docstring.
 
@@ -189,20 +208,23 @@ class ModelConfig:
                     f"`{name}` should be one of {', '.join(known)}, but got "
                     f"{getattr(self, name)!r}."
                 )
-        if len({(layer.num_key_value_heads, layer.head_dim) for layer in self.layers}) > 1:
-            raise NotImplementedError(
-                "layers that differ in KV heads or head dim would need caches of their own."
-            )
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """K."""
-        return self.layers[0].num_key_value_heads
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The kinds of layers, as far as a cache is concerned, in order of their first layer."""
+        kinds = collections.Counter(map(_kind, self.layers))
+        return tuple(Part(*kind, count) for kind, count in kinds.items())
 
-    @property
-    def head_dim(self) -> int:
-        """H."""
-        return self.layers[0].head_dim
+    @functools.cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(which part, which layer of the part) of each layer."""
+        seen: collections.Counter[tuple] = collections.Counter()
+        order = list(dict.fromkeys(map(_kind, self.layers)))
+        places = []
+        for kind in map(_kind, self.layers):
+            places.append((order.index(kind), seen[kind]))
+            seen[kind] += 1
+        return tuple(places)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -215,6 +237,10 @@ class ModelConfig:
         from directkv_jax.models import families
 
         return families.find(values).config(values)
+
+
+def _kind(layer: LayerConfig) -> tuple[int, int, int | None]:
+    return layer.num_key_value_heads, layer.head_dim, layer.window
 
 
 def positive(name: str, value: Any) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from directkv_jax import KVCache
+from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.graph import split
 from directkv_jax.models.reading import PromptReader
 from directkv_jax.models.sampling import Sampling, sample
@@ -42,12 +42,12 @@ class DecodeState:
 
 def decode_step(
     model: Transformer,
-    cache: KVCache,
+    cache: ModelCache,
     state: DecodeState,
     *,
     sampling: Sampling,
     implementation=None,
-) -> tuple[KVCache, DecodeState, jax.Array]:
+) -> tuple[ModelCache, DecodeState, jax.Array]:
     """Puts the last token of each running row into the cache and chooses the next.
 
     Returns:
@@ -62,9 +62,9 @@ def decode_step(
 
 
 def decode_loop(
-    model: Transformer, cache: KVCache, state: DecodeState, *, steps: int, sampling: Sampling,
+    model: Transformer, cache: ModelCache, state: DecodeState, *, steps: int, sampling: Sampling,
     implementation=None,
-) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
+) -> tuple[ModelCache, DecodeState, jax.Array]:  # fmt: skip
     """Up to `steps` decode steps in one `lax.while_loop`, which ends when every row has stopped.
 
     Returns:
@@ -139,7 +139,7 @@ class Decoder:
         self._implementation = {"implementation": implementation}
 
     def compile(
-        self, tokens, lengths, chunks: Sequence[int], cache: KVCache, state: DecodeState,
+        self, tokens, lengths, chunks: Sequence[int], cache: ModelCache, state: DecodeState,
         loop_steps: int = 0,
     ) -> None:  # fmt: skip
         """Compiles what the calls below will need for these shapes; runs no layer."""
@@ -152,19 +152,19 @@ class Decoder:
             _step.lower(*self._model, cache, state, **options).compile()
 
     def prefill(
-        self, tokens, lengths, chunks: Sequence[int], cache: KVCache, state: DecodeState,
+        self, tokens, lengths, chunks: Sequence[int], cache: ModelCache, state: DecodeState,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> tuple[KVCache, DecodeState, jax.Array]:  # fmt: skip
+    ) -> tuple[ModelCache, DecodeState, jax.Array]:  # fmt: skip
         """`PromptReader.read`, and the first tokens. Consumes `cache`."""
         last, cache = self._reader.read(tokens, lengths, chunks, cache, on_progress)
         state, chosen = _first(*self._model, last, state, **self._sampling)
         return cache, state, chosen
 
-    def step(self, cache: KVCache, state: DecodeState):
+    def step(self, cache: ModelCache, state: DecodeState):
         """`decode_step`, compiled. Consumes `cache` and `state`."""
         return _step(*self._model, cache, state, **self._sampling, **self._implementation)
 
-    def loop(self, cache: KVCache, state: DecodeState, steps: int):
+    def loop(self, cache: ModelCache, state: DecodeState, steps: int):
         """`decode_loop`, compiled for `steps`. Consumes `cache`."""
         options = {**self._sampling, **self._implementation}
         return _loop(*self._model, cache, state, steps=steps, **options)

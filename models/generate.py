@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from directkv_jax import KVCache, memory
+from directkv_jax import memory
+from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.decoding import NOTHING, Decoder, DecodeState
 from directkv_jax.models.request import Options, Prompts, Request, prepare
 from directkv_jax.models.result import Collector, Generation, Piece, Stats
@@ -142,13 +143,13 @@ def _run(
 
 
 def _decode(
-    request: Request, decoder: Decoder, cache: KVCache, clock: _Clock, while_loop: bool
+    request: Request, decoder: Decoder, cache: ModelCache, clock: _Clock, while_loop: bool
 ) -> Generator[np.ndarray, None, None]:
     """The tokens of each step, int32[B], until closed. Owns the cache and frees it."""
     try:
         # Committed like the pages: results of a step are, and a second type would compile again.
         inputs = (request.tokens, request.lengths, _initial_state(request))
-        tokens, lengths, state = jax.device_put(inputs, memory.beside(cache.pages))
+        tokens, lengths, state = jax.device_put(inputs, memory.beside(cache.parts[0].pages))
         options, clock.start = request.options, time.perf_counter()
         loop_steps = bucket(options.max_new_tokens) if while_loop else 0
         prompts = (tokens, lengths, request.chunks)
@@ -175,7 +176,7 @@ def _decode(
             pending = coming
     finally:
         # Unless an error came between donation and assignment; then Python frees it.
-        if not cache.pages.is_deleted():
+        if not cache.is_deleted():
             cache.lengths.block_until_ready()  # a queued step may still write
             cache.delete()
 

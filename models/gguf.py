@@ -132,7 +132,7 @@ def _tensor(tensor, config: ModelConfig) -> Tensor:
     shape = tuple(int(size) for size in reversed(tensor.shape))  # GGUF lists the fastest axis first
     heads = {
         "attn_q": config.layers[0].num_attention_heads,
-        "attn_k": config.num_key_value_heads,
+        "attn_k": config.layers[0].num_key_value_heads,
     }.get(tensor.name.split(".")[-2])
     return Tensor(shape, functools.partial(_expand, tensor, heads))
 

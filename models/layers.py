@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import directkv_jax
+from directkv_jax.models.cache import part_of, with_part
 from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.experts import MixtureOfExperts
 
@@ -75,9 +76,11 @@ class QKV(nnx.Module):
 class Attention(nnx.Module):
     """Projections around an attention that also stores keys and values."""
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, part: int, *, dtype, rngs: nnx.Rngs
+    ):
         width = layer.num_attention_heads * layer.head_dim
-        self.layer = layer
+        self.layer, self.part = layer, part
         self.scale, self.soft_cap = config.attention_scale, config.attention_soft_cap
         self.qkv_proj = QKV(config, layer, dtype=dtype, rngs=rngs)
         self.o_proj = linear(config.output_bias, dtype, rngs)(width, config.hidden_size)
@@ -85,13 +88,13 @@ class Attention(nnx.Module):
     def __call__(self, x, cache, layer, capacity: int, attention: AttentionFn):
         """x [B,T,D] -> (attention [B,T,D], cache with the keys and values of this layer)."""
         rope, window = self.layer.rope, self.layer.window
-        out, cache = attention(
-            x, self.qkv_proj(), cache, layer=layer,
+        out, part = attention(
+            x, self.qkv_proj(), part_of(cache, self.part), layer=layer,
             rope=None if rope is None else rope.resolve(self.layer.head_dim, capacity),
             scale=self.scale, logits_soft_cap=self.soft_cap or None,
             local_window_size=None if window is None else (window - 1, 0),
         )  # fmt: skip
-        return self.o_proj(out.reshape(*x.shape[:2], -1)), cache
+        return self.o_proj(out.reshape(*x.shape[:2], -1)), with_part(cache, self.part, part)
 
 
 class MLP(nnx.Module):
@@ -114,14 +117,24 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm block. It does not know its index: one compiled function serves all alike."""
+    """One pre-norm block. It does not know its index: one compiled function serves all alike.
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype, rngs: nnx.Rngs):
+    Args:
+      config: of the model.
+      layer: of this layer.
+      part: which of `config.parts` it belongs to.
+      dtype: of parameters and activations.
+      rngs: for random parameters.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: LayerConfig, part: int, *, dtype, rngs: nnx.Rngs
+    ):
         def norm():
             return Norm(config, dtype=dtype)
 
         self.input_norm = norm()
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = Attention(config, layer, part, dtype=dtype, rngs=rngs)
         self.attention_norm = norm() if config.sandwich else None
         self.mlp_norm = norm()
         if layer.experts is None:
@@ -138,8 +151,8 @@ class DecoderLayer(nnx.Module):
 
         Args:
           x: activations.
-          cache: where `attention` stores keys and values.
-          layer: which layer of the cache.
+          cache: where `attention` stores keys and values; of a `ModelCache` it is given the part.
+          layer: which layer of that part.
           capacity: tokens that a row of the cache has room for; RoPE may depend on it.
           attention: what attends, an `AttentionFn`.
         """

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from directkv_jax import KVCache, qkv_attention
+from directkv_jax import qkv_attention
 from directkv_jax.models import graph
+from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.prefill import prompt_attention
 from directkv_jax.models.transformer import Transformer, last_token
 
@@ -30,9 +31,10 @@ class PromptReader:
     def __init__(self, model: Transformer, implementation: str | None = None):
         self._embed = graph.split(model.embed)
         self._layers = [graph.split(layer) for layer in model.layers]
+        self._places = [index for _, index in model.config.places]  # of each in its part
         self._options = {"implementation": implementation}
 
-    def compile(self, tokens, lengths, chunks: Sequence[int], cache: KVCache) -> jax.Array:
+    def compile(self, tokens, lengths, chunks: Sequence[int], cache: ModelCache) -> jax.Array:
         """Compiles what `read` will need for these shapes; runs no layer and leaves the cache.
 
         Returns:
@@ -51,9 +53,9 @@ class PromptReader:
         return last
 
     def read(
-        self, tokens, lengths, chunks: Sequence[int], cache: KVCache,
+        self, tokens, lengths, chunks: Sequence[int], cache: ModelCache,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+    ) -> tuple[jax.Array, ModelCache]:  # fmt: skip
         """Reads whole prompts. Consumes `cache`.
 
         Args:
@@ -70,7 +72,7 @@ class PromptReader:
         done, total = 0, len(chunks) * len(self._layers)
         for start, size, attend in _plan(chunks):
             x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(start), size=size)
-            for index, layer in enumerate(self._layers):
+            for index, layer in zip(self._places, self._layers, strict=True):
                 x, cache = _prefill_layer(
                     *layer, x, cache, jnp.int32(index), valid, attend=attend, **self._options
                 )

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in Flax NNX, reading its past from a `directkv_jax.KVCache`.
+"""A decoder-only transformer in Flax NNX, reading its past from a `ModelCache`.
 
 The cache is an argument and a result of every call, never a variable of the model: a jitted step
 can then donate the cache alone, and the parameters stay where they are.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import directkv_jax
+from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.layers import AttentionFn, DecoderLayer, Embedding, Norm, linear
 from directkv_jax.models.prefill import prompt_attention
@@ -47,7 +48,10 @@ class Transformer(nnx.Module):
         self.config, self.dtype = config, dtype
         self.embed = Embedding(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in config.layers]
+            [
+                DecoderLayer(config, layer, part, dtype=dtype, rngs=rngs)
+                for layer, (part, _) in zip(config.layers, config.places, strict=True)
+            ]
         )
         self.norm = Norm(config, dtype=dtype)
         if not config.tie_word_embeddings:
@@ -55,7 +59,7 @@ class Transformer(nnx.Module):
 
     def __call__(
         self, tokens, cache, query_seq_lengths=None, *, implementation: str | None = None
-    ) -> tuple[jax.Array, directkv_jax.KVCache]:
+    ) -> tuple[jax.Array, ModelCache]:
         """Reads T new tokens of each row: they attend to the cache and to each other, causally.
 
         One token at a time this decodes; chunk by chunk it reads a prompt (`read`).
@@ -78,7 +82,7 @@ class Transformer(nnx.Module):
 
     def read(
         self, tokens, cache, query_seq_lengths=None, *, implementation: str | None = None
-    ) -> tuple[jax.Array, directkv_jax.KVCache]:
+    ) -> tuple[jax.Array, ModelCache]:
         """Calls the model for what follows its last valid token alone.
 
         So a prompt is read in chunks, with device memory for one chunk whatever its length::
@@ -109,7 +113,7 @@ class Transformer(nnx.Module):
 
     def prefill(
         self, tokens, cache, query_seq_lengths, *, implementation: str | None = None
-    ) -> tuple[jax.Array, directkv_jax.KVCache]:
+    ) -> tuple[jax.Array, ModelCache]:
         """Reads whole prompts into an empty cache at once, attending on the device.
 
         Args:
@@ -149,7 +153,7 @@ class Transformer(nnx.Module):
         """
         positions = lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self.embed(tokens, positions)
-        for index, layer in enumerate(self.layers):
+        for layer, (_, index) in zip(self.layers, self.config.places, strict=True):
             x, cache = layer(x, cache, index, capacity, attention)
         return x, cache
 
@@ -165,17 +169,9 @@ class Transformer(nnx.Module):
         cap = self.config.logit_soft_cap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
-    def create_cache(self, batch: int, max_length: int, **options) -> directkv_jax.KVCache:
-        """A `KVCache` with the shapes and dtype of this model; `options` as `KVCache.create`."""
-        return directkv_jax.KVCache.create(
-            batch,
-            max_length,
-            num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            num_layers=len(self.config.layers),
-            dtype=self.dtype,
-            **options,
-        )
+    def create_cache(self, batch: int, max_length: int, **options) -> ModelCache:
+        """A cache for this model, of its dtype; `options` as `ModelCache.create`."""
+        return ModelCache.create(self.config, batch, max_length, dtype=self.dtype, **options)
 
 
 def _lengths(tokens, query_seq_lengths):

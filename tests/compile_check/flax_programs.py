@@ -29,10 +29,23 @@ LLAMA = models.ModelConfig.from_dict({
 })  # fmt: skip
 
 
+WINDOWS = dataclasses.replace(
+    LLAMA,
+    layers=tuple(
+        dataclasses.replace(layer, window=None if i % 2 else 4096)
+        for i, layer in enumerate(LLAMA.layers)
+    ),
+)
+
+
 def flax_programs() -> list[Program]:
     """Programs over `directkv_jax.models`, `directkv_jax.nnx` and `directkv_jax.linen`."""
     return [
         Program("Llama: decode step", _model_step),
+        Program(
+            "every other layer with a window: decode step",
+            functools.partial(_model_step, WINDOWS),
+        ),
         Program("Llama: decode step, nnx.jit", _model_nnx_jit),
         Program("Llama: while_loop of decode steps", _model_loop),
         Program(
@@ -82,11 +95,17 @@ def _state(mesh):
 _OPTIONS = {"sampling": sampling.Sampling(temperature=0.7, top_k=50), "implementation": None}
 
 
-def _model_step():
+def _on_host(cache: models.ModelCache) -> directkv_jax.KVCache:
+    (part,) = (part for part in cache.parts if part.placement == "host")
+    return part
+
+
+def _model_step(config=LLAMA):
     mesh = target.h200()
-    model, cache = _model(mesh)
+    model, cache = _model(mesh, config)
     with target.tracing_for_cuda():
-        return decoding._step.lower(*graph.split(model), cache, _state(mesh), **_OPTIONS), cache
+        step = decoding._step.lower(*graph.split(model), cache, _state(mesh), **_OPTIONS)
+    return step, _on_host(cache)
 
 
 def _model_loop():
@@ -94,7 +113,7 @@ def _model_loop():
     model, cache = _model(mesh)
     with target.tracing_for_cuda():
         loop = decoding._loop.lower(*graph.split(model), cache, _state(mesh), steps=64, **_OPTIONS)
-    return loop, cache
+    return loop, _on_host(cache)
 
 
 def _model_nnx_jit():
@@ -108,7 +127,7 @@ def _model_nnx_jit():
         return cache, logits
 
     with target.tracing_for_cuda():
-        return step.lower(cache, model, tokens), cache
+        return step.lower(cache, model, tokens), _on_host(cache)
 
 
 def _model_layer(attend, tokens):
@@ -121,7 +140,7 @@ def _model_layer(attend, tokens):
             *graph.split(model.layers[1]), x, cache, index, lengths, attend=attend,
             implementation=None,
         )  # fmt: skip
-    return lowered, cache
+    return lowered, _on_host(cache)
 
 
 def _model_prefill():
@@ -137,7 +156,7 @@ def _model_prefill():
         return cache, logits
 
     with target.tracing_for_cuda():
-        return prefill.lower(cache, params, tokens, lengths), cache
+        return prefill.lower(cache, params, tokens, lengths), _on_host(cache)
 
 
 # The drop-ins

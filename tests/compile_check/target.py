@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import directkv_jax
-from directkv_jax import _native, _platform
+from directkv_jax import _native, _platform, models
 from directkv_jax._sharding import CacheSpecs
 
 CONFIG = Path(__file__).parents[1] / "data" / "h200_target_config.pbtxt"
@@ -111,8 +111,10 @@ def empty_cache(devices: Mesh, batch: int, max_length: int, **options) -> direct
     return place(devices, shape)
 
 
-def place(devices: Mesh, cache: directkv_jax.KVCache) -> directkv_jax.KVCache:
+def place(devices: Mesh, cache):
     """An abstract cache with every leaf where a real one would be: `pages` on the host."""
+    if isinstance(cache, models.ModelCache):
+        return models.ModelCache(tuple(place(devices, part) for part in cache.parts))
     specs = CacheSpecs(cache.batch_axis, cache.kv_head_axis)
 
     def like(x, spec, host=False):
@@ -123,5 +125,6 @@ def place(devices: Mesh, cache: directkv_jax.KVCache) -> directkv_jax.KVCache:
         page_table=like(cache.page_table, specs.page_table),
         lengths=like(cache.lengths, specs.lengths),
         overflowed=like(cache.overflowed, specs.lengths),
+        written=None if cache.written is None else like(cache.written, specs.lengths),
         tracked=True,
     )

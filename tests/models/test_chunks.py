@@ -27,18 +27,19 @@ def read(model, chunk, placement="host", implementation="cpu"):
     """(logits after each prompt, keys and values of each row, page table)."""
     chunks = chunk_sizes(int(LENGTHS.max()), chunk)
     cache = model.create_cache(len(LENGTHS), 192, page_size=16, placement=placement)
-    pointer = cache.pages.unsafe_buffer_pointer()
+    pointer = cache.parts[0].pages.unsafe_buffer_pointer()
     last, cache = PromptReader(model, implementation).read(
         jnp.asarray(prompts(sum(chunks))), jnp.asarray(LENGTHS), chunks, cache
     )
-    assert cache.pages.unsafe_buffer_pointer() == pointer  # in place: the cache was donated
+    (part,) = cache.parts  # all layers are alike
+    assert part.pages.unsafe_buffer_pointer() == pointer  # in place: the cache was donated
     assert cache.lengths.tolist() == LENGTHS.tolist()
     assert not cache.overflowed.any()
     layers = range(cache.num_layers)
     stored = [
-        np.stack([cache.gather(i, row, 0, n) for i in layers]) for row, n in enumerate(LENGTHS)
+        np.stack([part.gather(i, row, 0, n) for i in layers]) for row, n in enumerate(LENGTHS)
     ]
-    return np.asarray(model.logits(last)), stored, np.asarray(cache.page_table)
+    return np.asarray(model.logits(last)), stored, np.asarray(part.page_table)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def test_prefill_and_decode_equal_numpy(name, tiny, tmp_path):
     logits, cache = first(params, tokens, cache, prompt_lengths)
     for b, n in enumerate(prompt_lengths):
         assert_logits(logits[b], expected[b][n - 1])
-    pointer = cache.pages.unsafe_buffer_pointer()
+    pointer = cache.parts[0].pages.unsafe_buffer_pointer()
     at = prompt_lengths.copy()
     for valid in ([3, 1], [1, 3], [0, 2], [2, 0]):  # ragged new tokens, three at most
         tokens = np.full((2, 3), 7, np.int32)
@@ -81,8 +81,10 @@ def test_prefill_and_decode_equal_numpy(name, tiny, tmp_path):
             assert_logits(logits[b, :n], expected[b][at[b] : at[b] + n])
         at += np.array(valid, np.int32)
     assert cache.lengths.tolist() == at.tolist()
-    assert cache.pages.unsafe_buffer_pointer() == pointer  # in place: the cache was donated
-    assert jax.typeof(cache.pages).memory_space == jax.memory.Space.Host
+    assert (
+        cache.parts[0].pages.unsafe_buffer_pointer() == pointer
+    )  # in place: the cache was donated
+    assert jax.typeof(cache.parts[0].pages).memory_space == jax.memory.Space.Host
 
 
 def test_float16_stays_close(tiny, folder):
@@ -168,7 +170,7 @@ def test_defaults_follow_hugging_face(tiny):
     values = {name: tiny.config[name] for name in known} | {"num_attention_heads": 4}
     values["model_type"] = "llama"
     config = ModelConfig.from_dict(values | {"num_key_value_heads": None, "eos_token_id": [3, 4]})
-    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert [(part.num_kv_heads, part.head_dim) for part in config.parts] == [(4, 16)]
     assert config.eos_token_id == (3, 4)
     assert hash(config) == hash(ModelConfig.from_dict(values | {"eos_token_id": (3, 4)}))
 
