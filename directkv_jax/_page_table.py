@@ -34,12 +34,14 @@ def create(
     max_pages = pages_for(max_length, page_size)
     if num_pages is not None:
         return PageTable(np.full((batch, max_pages), num_pages, np.int32), 0)
-    ring = max_pages
-    if window is not None:
-        # The window of the next query, and of one `rollback` tokens before the longest it was.
-        ring = min(max_pages, pages_for(max(1, window - 1 + rollback), page_size))
+    ring = max_pages if window is None else min(max_pages, ring_pages(window, rollback, page_size))
     column = np.arange(max_pages, dtype=np.int32) % ring
     return PageTable(np.arange(batch, dtype=np.int32)[:, None] * ring + column, batch * ring)
+
+
+def ring_pages(window: int, rollback: int, page_size: int) -> int:
+    """Pages that a row needs: the window of the next query, also after `rollback` tokens less."""
+    return pages_for(max(1, window - 1 + rollback), page_size)
 
 
 def check_sizes(**sizes) -> None:

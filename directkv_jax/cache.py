@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from directkv_jax import _checks, _page_table, _pages, _rows, memory
+from directkv_jax import _checks, _page_table, _pages, _rows, memory, saving
 from directkv_jax._layout import PageLayout
 from directkv_jax._platform import any_tracer, is_concrete
 from directkv_jax._sharding import CacheSpecs, axis_size, check_split, named
@@ -289,6 +290,34 @@ class KVCache:
         untrack(self.pages)
         for array in jax.tree.leaves(self):
             array.delete()
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes what the rows hold into a safetensors file; `KVCache.load` reads it.
+
+        Raises:
+          OSError: the file cannot be written.
+          ValueError: the cache was donated away.
+          NotImplementedError: the batch is split over a mesh.
+        """
+        saving.save(path, {"cache": self}, {})
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, *, max_length: int | None = None, placement: str | None = None
+    ) -> KVCache:
+        """A saved cache, in memory of its own.
+
+        Args:
+          path: of the file.
+          max_length: tokens each row can hold; None: as many as before.
+          placement: "host" or "device"; None: where it was.
+
+        Raises:
+          FileNotFoundError, ValueError: the file is absent, damaged or of another kind, or rows are
+            longer than `max_length`.
+          MemoryError: the memory cannot be had.
+        """
+        return saving.Saved(path).load("cache", max_length=max_length, placement=placement)
 
     def adopt(self) -> KVCache:
         """Accepts the present buffer after a deliberate copy, as by `jax.device_put`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from directkv_jax import KVCache
-from directkv_jax.models.config import ModelConfig
+from directkv_jax.models.config import ModelConfig, Part
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=())
@@ -30,7 +31,7 @@ class ModelCache:
     @classmethod
     def create(
         cls, config: ModelConfig, batch: int, max_length: int, *, dtype, placement: str = "host",
-        window_placement: str = "device", rollback: int = 0, **options,
+        window_placement: str = "device", page_size: int = 64, rollback: int = 0, **options,
     ) -> ModelCache:  # fmt: skip
         """Allocates an empty cache.
 
@@ -40,24 +41,29 @@ class ModelCache:
           max_length: tokens each row can hold.
           dtype: of keys and values.
           placement: "host" or "device": where the layers lie that keep all tokens.
-          window_placement: the same of those that keep a window, which does not grow.
+          window_placement: the same of those that keep a window, which does not grow. A window that
+            is no shorter than a row is none.
+          page_size: tokens per page.
           rollback: how many tokens `truncate` may take back.
           **options: of `KVCache.create`.
 
         Raises:
           ValueError, TypeError, MemoryError: as `KVCache.create`.
         """
-        return cls(
-            tuple(
-                KVCache.create(
-                    batch, max_length, num_kv_heads=part.num_kv_heads, head_dim=part.head_dim,
-                    num_layers=part.num_layers, dtype=dtype, window=part.window,
-                    placement=placement if part.window is None else window_placement,
-                    rollback=0 if part.window is None else rollback, **options,
-                )
-                for part in config.parts
-            )
-        )  # fmt: skip
+        options["page_size"] = page_size
+
+        def create(part: Part) -> KVCache:
+            kept: dict[str, Any] = {"placement": placement}
+            if part.keeps_window(max_length, page_size, rollback):
+                kept = {
+                    "placement": window_placement, "window": part.window, "rollback": rollback
+                }  # fmt: skip
+            return KVCache.create(
+                batch, max_length, num_kv_heads=part.num_kv_heads, head_dim=part.head_dim,
+                num_layers=part.num_layers, dtype=dtype, **kept, **options,
+            )  # fmt: skip
+
+        return cls(tuple(map(create, config.parts)))
 
     @property
     def lengths(self) -> jax.Array:

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from directkv_jax._layout import pages_for
+from directkv_jax._page_table import ring_pages
 from directkv_jax.rope import RoPE
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
@@ -136,6 +138,17 @@ class Part:
     head_dim: int
     window: int | None
     num_layers: int
+
+    def pages(self, max_length: int, page_size: int, rollback: int = 0) -> int:
+        """Pages of a row in each layer: those of the whole row, or of a ring that is shorter."""
+        row = pages_for(max_length, page_size)
+        return (
+            row if self.window is None else min(row, ring_pages(self.window, rollback, page_size))
+        )
+
+    def keeps_window(self, max_length: int, page_size: int, rollback: int = 0) -> bool:
+        """Whether the cache of a row that long is a ring."""
+        return self.pages(max_length, page_size, rollback) < pages_for(max_length, page_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def test_windows_are_kept_on_the_device_and_the_rest_on_the_host(model):
     assert cache.num_layers == 4
     cache.delete()
     assert cache.is_deleted()
-    moved = model.create_cache(1, 64, placement="device", window_placement="host")
+    moved = model.create_cache(1, 64, page_size=16, placement="device", window_placement="host")
     assert [part.placement for part in moved.parts] == ["host", "device", "host"]
 
 
@@ -96,6 +96,11 @@ def test_a_prompt_and_steps_are_as_with_all_tokens(model, with_all_tokens, chunk
     assert lengths == with_all_tokens[0]
     for got, expected in zip(logits, with_all_tokens[1], strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+
+
+def test_a_window_no_shorter_than_a_row_is_none(model):
+    cache = model.create_cache(1, 32, page_size=16)
+    assert [(part.window, part.placement) for part in cache.parts] == [(None, "host")] * 3
 
 
 def test_a_row_that_overflows_stops_in_every_part(model):
