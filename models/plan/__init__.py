@@ -10,6 +10,7 @@ from directkv_jax.models.plan.fit import (
     largest_batch,
     largest_context,
     make_plan,
+    smaller_prefill_bytes,
 )
 from directkv_jax.models.plan.gpus import GPUS, Gpu, find_gpu, gpu_of_kind
 from directkv_jax.models.plan.memory import Sizes, Workload, count_parameters, sizes_of
@@ -34,4 +35,5 @@ __all__ = [
     "make_plan",
     "shape",
     "sizes_of",
+    "smaller_prefill_bytes",
 ]

@@ -6,11 +6,18 @@ import dataclasses
 from collections.abc import Callable
 
 from directkv_jax.models.config import ModelConfig
-from directkv_jax.models.plan.gpus import Gpu
+from directkv_jax.models.plan.gpus import Gpu, gpu_of_kind
 from directkv_jax.models.plan.memory import Sizes, Workload, sizes_of
-from directkv_jax.models.plan.step import HBM_SHARE, LINK_SHARE, StepTime, step_time
+from directkv_jax.models.plan.step import (
+    HBM_SHARE,
+    LINK_SHARE,
+    LINK_SHARE_OF_COPY,
+    StepTime,
+    step_time,
+)
 
 LARGEST = 2**31 - 1  # lengths are int32
+SMALLEST_PREFILL_BYTES = 16 << 20  # below that a prompt is read too slowly to be worth it
 # Of a GPU's memory, what JAX takes unless it is told otherwise.
 DEFAULT_MEM_FRACTION = 0.75
 
@@ -56,6 +63,29 @@ class Machine:
             hbm_bytes_per_s=HBM_SHARE * gpu.hbm_bytes_per_s,
             link_bytes_per_s=LINK_SHARE * gpu.link_bytes_per_s,
             validated=gpu.validated,
+        )
+
+    @classmethod
+    def measured(
+        cls, kind: str, device_bytes: int | None, host_bytes: int, copy_bytes_per_s: float
+    ) -> Machine:
+        """The machine at hand: its link as measured, its device memory as published.
+
+        Args:
+          kind: JAX's `device_kind`; of one that is not in `GPUS` times are not predicted.
+          device_bytes: that JAX may take.
+          host_bytes: host memory that can be page-locked.
+          copy_bytes_per_s: of a copy from page-locked memory to the device.
+        """
+        gpu = gpu_of_kind(kind)
+        return cls(
+            name=kind,
+            device_bytes=device_bytes,
+            device_total_bytes=None if gpu is None else gpu.memory_bytes,
+            host_bytes=host_bytes,
+            hbm_bytes_per_s=None if gpu is None else HBM_SHARE * gpu.hbm_bytes_per_s,
+            link_bytes_per_s=LINK_SHARE_OF_COPY * copy_bytes_per_s,
+            validated=gpu is not None and gpu.validated,
         )
 
 
@@ -134,6 +164,17 @@ def largest_context(config: ModelConfig, work: Workload, machine: Machine) -> in
 def largest_batch(config: ModelConfig, work: Workload, machine: Machine) -> int | None:
     """Rows that fit where one more does not; 0 if no row fits. None if it is not known what fits."""
     return _largest(lambda n: _fits(config, work, machine, batch=n), LARGEST)
+
+
+def smaller_prefill_bytes(config: ModelConfig, work: Workload, machine: Machine) -> int | None:
+    """The largest of the halves of `prefill_bytes` that makes it fit; None if it does, or none."""
+    budget = work.prefill_bytes
+    if _fits(config, work, machine) is not False:
+        return None
+    while (budget := budget // 2) >= SMALLEST_PREFILL_BYTES:
+        if _fits(config, work, machine, prefill_bytes=budget):
+            return budget
+    return None
 
 
 def _fits(config: ModelConfig, work: Workload, machine: Machine, **changes) -> bool | None:
