@@ -34,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser, size) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="of weights and cache (default: float32 on a CPU, else bfloat16)",
     )  # fmt: skip
-    add("--gpu", metavar="NAME", help="another machine's, by published figures, as gh200")
+    add("--gpu", metavar="NAME", help="of another machine, by published figures, as gh200")
     add(
         "--host-memory", type=size, metavar="BYTES",
-        help='that can be page-locked, as "200G" (default: three quarters of what is free here)',
+        help='that can be page-locked, as "200G" (default: three quarters of what is free here; '
+        "with --gpu, what comes with it, if anything)",
     )  # fmt: skip
     add("--page-size", type=positive, default=64, help="tokens per page (default: %(default)s)")
     add(

@@ -31,11 +31,8 @@ def lines(report: Report) -> Iterator[str]:
 
 def notes(report: Report) -> Iterator[str]:
     """What one should know before believing the plan."""
-    work, machine, longest = (
-        report["workload"],
-        report["machine"],
-        report["max_position_embeddings"],
-    )
+    work, machine = report["workload"], report["machine"]
+    longest = report["max_position_embeddings"]
     if work["context"] > longest:
         if report["learned_positions"]:
             remedy = "there are no positions beyond it"
@@ -68,8 +65,8 @@ def hints(report: Report) -> Iterator[str]:
     elif context is not None and batch is not None:
         yield f"{context or 'no'} tokens are the most that fit at batch {work['batch']}"
         yield f"{batch or 'no'} rows are the most that fit at {work['context']} tokens"
-    if report["smaller_prefill_bytes"]:
-        yield f"--prefill-bytes {report['smaller_prefill_bytes']} would fit: prompts are read slower"
+    if smaller := report["smaller_prefill_bytes"]:
+        yield f"--prefill-bytes {smaller >> 20}M fits: prompts are read in smaller chunks"
     if not machine["one_memory"]:
         yield from _other_placement(report)
         need, total = report["device"], machine["device_total_bytes"]

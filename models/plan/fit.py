@@ -162,7 +162,7 @@ def largest_context(config: ModelConfig, work: Workload, machine: Machine) -> in
 
 
 def largest_batch(config: ModelConfig, work: Workload, machine: Machine) -> int | None:
-    """Rows that fit where one more does not; 0 if no row fits. None if it is not known what fits."""
+    """Rows that fit where one more does not; 0 if none fits, None if that is not known."""
     return _largest(lambda n: _fits(config, work, machine, batch=n), LARGEST)
 
 

@@ -43,9 +43,9 @@ class Workload:
         for name in ("batch", "context", "prefill_bytes"):
             positive(name, getattr(self, name))
         for name, known in (("placement", PLACEMENTS), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
+            if (value := getattr(self, name)) not in known:
                 raise ValueError(
-                    f"`{name}` should be one of {', '.join(known)}, but got {getattr(self, name)!r}."
+                    f"`{name}` should be one of {', '.join(known)}, but got {value!r}."
                 )
 
 

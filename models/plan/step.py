@@ -3,7 +3,8 @@
 The kernels read the link only while they attend, so that its time and that of the weights add up.
 The constants are of one H200 over PCIe 5, in 16 bits; for other GPUs they are assumptions. Records,
 in benchmarks/results/: 2026-11-30-h200-decode-reach, -decode-whole-hbm, -decode-context and
--decode-512k.json. The largest error over all their rows is 9%, that of one row in host memory 4%.
+-decode-512k.json. Over all their rows the error is at most 4% with the cache in host memory, 9% with
+it in device memory, where one row is slower and four are faster than predicted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ HBM_SHARE = 0.967
 LINK_SHARE = 0.816
 # The same, of a copy by the copy engine: 51.4 of 55.5 GB/s ("copy_engine_gb_per_s").
 LINK_SHARE_OF_COPY = 0.926
-# Attention over a cache in device memory, of a plain read: 2026-11-30-h200-attention-device.json.
+# Attention over a cache in device memory, of a plain read: the best case of
+# 2026-11-30-h200-attention-device.json, whose others reach 0.86 and 0.92.
 KV_SHARE = 0.96
 # Weights, of a plain read, and the rest of a layer. All records are of one model (15.0 GB in 32
-# layers), which fixes the sum of both, 6.4 ms. How they divide it is from the 1B model in the log
-# of docs/performance.md, of which no record was kept: other models are predicted less surely.
+# layers), which fixes the sum of both, 6.4 ms. How it divides is from the 1B model in the log of
+# docs/performance.md (1.89 ms, predicted 1.80), of which no record was kept: models of other sizes
+# are predicted less surely.
 WEIGHT_SHARE = 0.66
 LAYER_S = 47e-6
 

@@ -68,8 +68,6 @@ def test_what_does_not_fit_says_what_to_change(planned):
     status, out = planned("--shape llama-3.1-70b --context 4k --gpu h100 --host-memory 200G")
     assert status == 1
     assert "no context and no batch fits: the weights leave no room" in out
-    status, out = planned("--shape llama-3.2-1b --context 4k --gpu rtx-4090 --prefill-bytes 32G")
-    assert status == 0
     status, out = planned("--shape phi-3-medium --context 8k --gpu rtx-4090 --dtype float32")
     assert status == 1
     assert "--dtype bfloat16 takes half" in out
