@@ -3,8 +3,8 @@
 The kernels read the link only while they attend, so that its time and that of the weights add up.
 The constants are of one H200 over PCIe 5, in 16 bits; for other GPUs they are assumptions. Records,
 in benchmarks/results/: 2026-11-30-h200-decode-reach, -decode-whole-hbm, -decode-context and
--decode-512k.json. Over all their rows the error is at most 4% with the cache in host memory, 9% with
-it in device memory, where one row is slower and four are faster than predicted.
+-decode-512k.json. Over all their rows the error is at most 4% with the cache in host memory and 9%
+with it in device memory, where steps of batch 1 take longer than predicted, of batch 4 less long.
 """
 
 from __future__ import annotations
