@@ -11,6 +11,7 @@ import safetensors
 from directkv_jax.models import families
 from directkv_jax.models.checkpoint import Checkpoint, Tensor, read_json
 from directkv_jax.models.config import ModelConfig, token_ids
+from directkv_jax.models.families.common import Family
 from directkv_jax.models.tokenizer import Tokenizer
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -23,6 +24,21 @@ def open_folder(path: Path) -> Checkpoint:
       FileNotFoundError: a file is missing.
       ValueError: a file is truncated, mislabelled or for another architecture.
     """
+    family, config = open_config(path)
+    tensors, problems = open_tensors(path)
+    tokenizer = _tokenizer(path, config)
+    return Checkpoint(
+        path, config, tensors, tokenizer, layout=family.names, problems=tuple(problems)
+    )
+
+
+def open_config(path: Path) -> tuple[Family, ModelConfig]:
+    """The family and the configuration of a folder, from its `config.json` alone.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: it is for another architecture, or for quantized weights.
+    """
     values = read_json(path / "config.json")
     if "quantization_config" in values:
         raise ValueError(
@@ -34,11 +50,7 @@ def open_folder(path: Path) -> Checkpoint:
         config = family.config(values)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
-    tensors, problems = open_tensors(path)
-    tokenizer = _tokenizer(path, config)
-    return Checkpoint(
-        path, config, tensors, tokenizer, layout=family.names, problems=tuple(problems)
-    )
+    return family, config
 
 
 def open_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from directkv_jax.models.checkpoint import Checkpoint, build
+from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
+
+T = TypeVar("T")
 
 
 def load(
@@ -51,7 +56,25 @@ def load(
     return build(checkpoint, dtype, progress=progress), checkpoint.tokenizer
 
 
+def load_config(path: str | os.PathLike) -> ModelConfig:
+    """The configuration of a model: of a folder only `config.json` is read, of a GGUF no weights.
+
+    Args:
+      path: as for `load`.
+
+    Raises:
+      FileNotFoundError, ValueError, ImportError: as `load`.
+    """
+    path = Path(path)
+    return _read(path, lambda hf: hf.open_config(path)[1], lambda gguf: gguf.open_gguf(path).config)
+
+
 def _open(path: Path) -> Checkpoint:
+    return _read(path, lambda hf: hf.open_folder(path), lambda gguf: gguf.open_gguf(path))
+
+
+def _read(path: Path, of_folder: Callable[[Any], T], of_gguf: Callable[[Any], T]) -> T:
+    """What the module of the format of `path` makes of it; imports only that."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist. Expected a model folder or a GGUF file.")
     if path.is_file() and path.suffix != ".gguf":
@@ -63,12 +86,12 @@ def _open(path: Path) -> Checkpoint:
                 )
     try:
         if path.is_dir():
-            from directkv_jax.models.hf import open_folder
+            from directkv_jax.models import hf
 
-            return open_folder(path)
-        from directkv_jax.models.gguf import open_gguf
+            return of_folder(hf)
+        from directkv_jax.models import gguf
 
-        return open_gguf(path)
+        return of_gguf(gguf)
     except ModuleNotFoundError as error:
         raise ImportError(
             f"loading models needs the package `{error.name}`. Install it with: "

@@ -1,4 +1,4 @@
-"""The command line: `directkv info`, `directkv generate` and `directkv bench`.
+"""The command line: `directkv info`, `generate`, `plan` and `bench`.
 
 Flax, tokenizers and the models are imported by the command that needs them, not here.
 """
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from directkv_jax.cli.bench import add_commands as add_bench_commands
+from directkv_jax.cli.plan import add_arguments as add_plan_arguments
+from directkv_jax.cli.plan import run as run_plan
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -63,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="let a model continue a prompt, as a stream")
     _add_generate_arguments(generate)
     generate.set_defaults(run=_run_generate)
+    plan = commands.add_parser("plan", help="whether a context fits, and how long a step takes")
+    add_plan_arguments(plan, size)
+    plan.set_defaults(run=run_plan)
     add_bench_commands(commands.add_parser("bench", help="measure, and draw what was measured"))
     return parser
 
