@@ -1,4 +1,4 @@
-"""Reads prompts into an empty cache chunk by chunk, with one compiled layer called for all."""
+"""Reads prompts into a cache chunk by chunk, with one compiled layer called for all."""
 
 from __future__ import annotations
 
@@ -34,15 +34,20 @@ class PromptReader:
         self._places = [index for _, index in model.config.places]  # of each in its part
         self._options = {"implementation": implementation}
 
-    def compile(self, tokens, lengths, chunks: Sequence[int], cache: ModelCache) -> jax.Array:
+    def compile(
+        self, tokens, lengths, chunks: Sequence[int], cache: ModelCache, continues: bool = False
+    ) -> jax.Array:
         """Compiles what `read` will need for these shapes; runs no layer and leaves the cache.
 
         Returns:
           an array like the one that `read` returns.
         """
         last = None
-        for size, attend in dict.fromkeys((size, attend) for _, size, attend in _plan(chunks)):
-            x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(0), size=size)
+        plan = dict.fromkeys((size, attend) for _, size, attend in _plan(chunks, continues))
+        for size, attend in plan:
+            x, valid = _open_chunk(
+                *self._embed, tokens, lengths, cache.lengths, jnp.int32(0), size=size
+            )
             for layer in dict(self._layers).items():  # one of each kind
                 _prefill_layer.lower(
                     *layer, x, cache, jnp.int32(0), valid, attend=attend, **self._options
@@ -54,7 +59,7 @@ class PromptReader:
 
     def read(
         self, tokens, lengths, chunks: Sequence[int], cache: ModelCache,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None, continues: bool = False,
     ) -> tuple[jax.Array, ModelCache]:  # fmt: skip
         """Reads whole prompts. Consumes `cache`.
 
@@ -62,16 +67,20 @@ class PromptReader:
           tokens: int32[B, sum of `chunks`], padded at the end.
           lengths: int32[B], at least 1: the length of each prompt.
           chunks: how many tokens of each row are read at once, chunk by chunk.
-          cache: an empty cache with room for the prompts.
+          cache: with room for the prompts.
           on_progress: called with (layers done, layers), both counted over all chunks.
+          continues: whether the cache holds tokens already, which the prompts go on from; else it
+            must be empty.
 
         Returns:
           ([B, D] after the last layer, of the last token of each row; the cache advanced).
         """
         last = before = None
         done, total = 0, len(chunks) * len(self._layers)
-        for start, size, attend in _plan(chunks):
-            x, valid = _open_chunk(*self._embed, tokens, lengths, jnp.int32(start), size=size)
+        for start, size, attend in _plan(chunks, continues):
+            x, valid = _open_chunk(
+                *self._embed, tokens, lengths, cache.lengths, jnp.int32(start), size=size
+            )
             for index, layer in zip(self._places, self._layers, strict=True):
                 x, cache = _prefill_layer(
                     *layer, x, cache, jnp.int32(index), valid, attend=attend, **self._options
@@ -87,18 +96,18 @@ class PromptReader:
         return last, cache
 
 
-def _plan(chunks: Sequence[int]) -> Iterator[tuple[int, int, Callable]]:
+def _plan(chunks: Sequence[int], continues: bool) -> Iterator[tuple[int, int, Callable]]:
     """(first position, tokens, attention) of each chunk."""
     start = 0
     for size in chunks:
-        yield start, size, qkv_attention if start else prompt_attention
+        yield start, size, qkv_attention if start or continues else prompt_attention
         start += size
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "size"))
-def _open_chunk(graph, params, tokens, lengths, start, *, size):
+def _open_chunk(graph, params, tokens, lengths, cached, start, *, size):
     tokens = jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1)
-    positions = jnp.broadcast_to(start + jnp.arange(size, dtype=jnp.int32), tokens.shape)
+    positions = cached[:, None] + jnp.arange(size, dtype=jnp.int32)
     return graph.merge(params)(tokens, positions), jnp.clip(lengths - start, 0, size)
 
 

@@ -98,6 +98,20 @@ def test_a_prompt_and_steps_are_as_with_all_tokens(model, with_all_tokens, chunk
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
+def test_a_prompt_goes_on_from_what_is_cached(model, with_all_tokens):
+    """In two reads, with rows of other lengths each time."""
+    tokens = np.zeros((2, 160), np.int32)
+    tokens[:, :150] = np.random.default_rng(0).integers(0, 80, (2, 150))
+    reader, cache = PromptReader(model), model.create_cache(2, 200, page_size=16)
+    first = np.int32([100, 3])
+    _, cache = reader.read(jnp.asarray(tokens[:, :128]), first, (64, 64), cache)
+    rest = np.stack([np.roll(row, -n)[:64] for row, n in zip(tokens, first, strict=True)])
+    last, cache = reader.read(jnp.asarray(rest), LENGTHS - first, (32, 32), cache, continues=True)
+    assert cache.lengths.tolist() == LENGTHS.tolist()
+    expected = with_all_tokens[1][0]
+    np.testing.assert_allclose(model.logits(last), expected, rtol=0, atol=1e-5)
+
+
 def test_a_window_no_shorter_than_a_row_is_none(model):
     cache = model.create_cache(1, 32, page_size=16)
     assert [(part.window, part.placement) for part in cache.parts] == [(None, "host")] * 3
