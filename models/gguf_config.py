@@ -1,0 +1,236 @@
+"""What a GGUF file says of its model, in the words of a `config.json` that `families` can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from directkv_jax.models import families
+from directkv_jax.models.config import LayerConfig, ModelConfig, positive
+from directkv_jax.models.names import Names
+
+GGUF = Names(
+    prefix="",
+    head="output",
+    block="blk.",
+    top={"embed.tokens": "token_embd", "norm": "output_norm"},
+    layer={
+        "input_norm": "attn_norm",
+        "attention.query": "attn_q",
+        "attention.key": "attn_k",
+        "attention.value": "attn_v",
+        "attention.query_norm": "attn_q_norm",
+        "attention.key_norm": "attn_k_norm",
+        "attention.o_proj": "attn_output",
+        "attention_norm": "post_attention_norm",
+        "mlp_norm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "output_norm": "post_ffw_norm",
+        "experts.router": "ffn_gate_inp",
+        "experts.gate_proj": "ffn_gate_exps",
+        "experts.up_proj": "ffn_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How the files of a `general.architecture` differ from those of Hugging Face.
+
+    Attributes:
+      model_type: of the family in `families`.
+      variants: key of the metadata -> the family where that key is there and not 0; the first
+        counts.
+      names: of the tensors.
+      permuted: whether the rows of queries and keys are reordered (`gguf.unpermute`).
+      values: what the format has no key for, or files leave out.
+      wide: layers of the one model whose attention scale is (D / N) ** -0.5, not H ** -0.5.
+    """
+
+    model_type: str
+    variants: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Names = GGUF
+    permuted: bool = False
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    wide: int = 0
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        "llama",
+        variants={"expert_count": "mixtral", "attention.sliding_window": "mistral"},
+        permuted=True,
+    ),
+    "qwen2": Architecture("qwen2", values={"use_sliding_window": True}),
+    "qwen3": Architecture("qwen3", values={"use_sliding_window": True}),
+    "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}),
+    "gemma2": Architecture("gemma2", values={"sliding_window": 4096}, wide=46),
+    "gemma3": Architecture("gemma3_text", wide=62),
+    "phi3": Architecture(
+        "phi3", names=dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
+    ),
+    "smollm3": Architecture("smollm3", permuted=True),
+}
+
+# Key of a `config.json` -> key of the metadata, after the name of the architecture.
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "norm_topk_prob": "expert_weights_norm",
+}
+_REQUIRED = (
+    "embedding_length", "feed_forward_length", "block_count", "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
+_SCALING = {
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_FACTORS = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+_DIVISORS = "rope_freqs.weight"
+ROPE_TENSORS = (_DIVISORS, *_FACTORS.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a file holds, before any weight is read.
+
+    Attributes:
+      metadata: its keys.
+      shapes: of its tensors, [out, in].
+      read: name of a tensor -> its values.
+    """
+
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], Any]
+
+
+def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
+    """The architecture of a file, and the shapes and constants of its model.
+
+    Raises:
+      ValueError: the architecture is unknown, or a key is missing or makes no sense.
+      NotImplementedError: the file has what its family does not support.
+    """
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"`general.architecture` should be one of {known}, but got {name!r}.")
+    if file.metadata.get("split.count", 1) > 1:
+        raise ValueError("the file is one part of a split GGUF. Merge the parts first.")
+    architecture, prefix = ARCHITECTURES[name], f"{name}."
+    held = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    if missing := [f"`{prefix}{key}`" for key in _REQUIRED if key not in held]:
+        raise ValueError(f"the metadata lacks {', '.join(missing)}.")
+    heads = positive(f"{prefix}attention.head_count", held["attention.head_count"])
+    per_head = held["embedding_length"] // heads
+    head_dim = positive(f"{prefix}attention.key_length", held.get("attention.key_length", per_head))
+    rotary = held.get("rope.dimension_count", head_dim)
+    if architecture.permuted and rotary != head_dim:
+        raise ValueError(f"`{prefix}rope.dimension_count` should be {head_dim}, but got {rotary}.")
+    values = {
+        **architecture.values,
+        **{key: held[other] for key, other in _KEYS.items() if other in held},
+        **_from_tensors(file, held),
+        "model_type": next(
+            (kind for key, kind in architecture.variants.items() if held.get(key)),
+            architecture.model_type,
+        ),
+        "query_pre_attn_scalar": per_head if held["block_count"] == architecture.wide else head_dim,
+        "partial_rotary_factor": rotary / head_dim,
+        "rope_scaling": _scaling(file, held, prefix),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    values["sliding_window"] = values.get("sliding_window") or None
+    pattern = held.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        kinds = ("full_attention", "sliding_attention")
+        values["layer_types"] = [kinds[bool(local)] for local in pattern]
+    elif pattern is not None:
+        values["sliding_window_pattern"] = pattern
+    config = families.find(values).config(values)
+    return architecture, _completed(config, file, held)
+
+
+def _from_tensors(file: Contents, held: Mapping[str, Any]) -> dict[str, Any]:
+    if "token_embd.weight" not in file.shapes:
+        raise ValueError("the file lacks the tensor `token_embd.weight`.")
+    layers = range(positive("block_count", held["block_count"]))
+    return {
+        "vocab_size": file.shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in file.shapes,
+        "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.shapes],
+    }
+
+
+def _scaling(file: Contents, held: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    kind = held.get("rope.scaling.type", "none")
+    if kind not in _SCALINGS:
+        known = ", ".join(_SCALINGS)
+        raise ValueError(f"`{prefix}rope.scaling.type` should be one of {known}, but got {kind!r}.")
+    found = {key: held[other] for key, other in _SCALING.items() if other in held}
+    factors = {
+        key: tuple(map(float, file.read(name)))
+        for key, name in _FACTORS.items()
+        if name in file.shapes
+    }
+    if factors:  # the files of Phi-3 do not name the type
+        kind = "longrope"
+    if kind == "yarn" and "attention_factor" in found and found.get("factor", 0) > 1:
+        # There it multiplies what follows from the factor; on Hugging Face it stands for it.
+        found["attention_factor"] *= 1 + 0.1 * math.log(found["factor"])
+    return {} if kind == "none" else {"rope_type": kind, **found, **factors}
+
+
+def _completed(config: ModelConfig, file: Contents, held: Mapping[str, Any]) -> ModelConfig:
+    """What the tensors tell, whatever the family has by default."""
+    divisors = tuple(map(float, file.read(_DIVISORS))) if _DIVISORS in file.shapes else ()
+
+    def divided(layer: LayerConfig) -> LayerConfig:
+        if layer.rope is None or not divisors:
+            return layer
+        return dataclasses.replace(
+            layer, rope=dataclasses.replace(layer.rope, freq_divisors=divisors)
+        )
+
+    return dataclasses.replace(
+        config,
+        layers=tuple(map(divided, config.layers)),
+        attention_bias=any(f"blk.0.attn_{part}.bias" in file.shapes for part in ("q", "qkv")),
+        output_bias="blk.0.attn_output.bias" in file.shapes,
+        mlp_bias="blk.0.ffn_up.bias" in file.shapes,
+        attention_scale=held.get("attention.scale", config.attention_scale),
+    )
