@@ -37,8 +37,9 @@ def open_folder(path: Path) -> Checkpoint:
     tensors, problems = open_tensors(path)
     tokenizer = _tokenizer(path, config)
     return Checkpoint(
-        path, config, tensors, tokenizer, layout=family.names, problems=tuple(problems)
-    )
+        path, config, tensors, tokenizer, layout=family.layout(tensors), ignored=family.ignored,
+        problems=tuple(problems),
+    )  # fmt: skip
 
 
 def open_tensors(path: Path) -> tuple[dict[str, Tensor], list[str]]:

@@ -51,6 +51,11 @@ class Names:
     qkv: str | None = None
     gate_up: str | None = None
 
+    @property
+    def embedding(self) -> str:
+        """The tensor that every model has."""
+        return f"{self.prefix}{self.top['embed.tokens']}.weight"
+
     def renamed(self, **layer: str) -> Names:
         """With other names within a layer; `__` stands for a dot."""
         changed = {name.replace("__", "."): other for name, other in layer.items()}

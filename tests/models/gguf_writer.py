@@ -83,7 +83,7 @@ def _add_shapes(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if config["model_type"] != "phi3":  # there it follows from the width
+    if config["hidden_size"] != config["num_attention_heads"] * config["head_dim"]:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
 
@@ -127,13 +127,14 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict) -> None:
 
 def _add_tokenizer(writer: gguf.GGUFWriter, arch: MODEL_ARCH, count: int) -> None:
     special = ["<unk>", "<s>", "</s>"]
-    plain = ["a", "b", "ab", *(f"<unused{i}>" for i in range(count - 6))]
+    plain = ["\u2581", "a", "b", "ab", *(f"<unused{i}>" for i in range(count - 7))]
     writer.add_token_types([2, 3, 3] + [1] * len(plain))
     writer.add_token_list([*special, *plain])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     if arch in SENTENCEPIECE:
         writer.add_tokenizer_model("llama")
+        writer.add_add_space_prefix(arch == MODEL_ARCH.PHI3)
         writer.add_token_scores([-float(index) for index in range(count)])
     else:
         writer.add_tokenizer_model("gpt2")

@@ -57,3 +57,34 @@ def test_logits_equal_those_of_transformers(folder, tmp_path):
     )  # fmt: skip
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
     assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+
+
+def test_layers_without_positions_of_smollm3(tmp_path):
+    # The format has no key for them: every fourth layer is one.
+    folder = PARITY / "smollm3"
+    path = gguf_writer.write(folder, tmp_path / "model.gguf")
+    same_parameters(load(path, "float32", progress=False)[0], open_folder(folder))
+    config = open_gguf(path).config
+    assert [layer.rope is not None for layer in config.layers] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama-3.1", Kind.Q8_0), ("mixtral", Kind.Q4_0), ("phi-3", Kind.Q5_1), ("qwen3", Kind.BF16)],
+)
+def test_quantized_weights_are_expanded(name, kind, tmp_path):
+    path = gguf_writer.write(PARITY / name, tmp_path / "model.gguf", kind=kind)
+    _, weights = gguf_writer.read_folder(PARITY / name)
+    for key, value in weights.items():
+        if gguf_writer.quantizable(value, kind):
+            weights[key] = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((PARITY / name / "config.json").read_bytes())
+    same_parameters(load(path, "float32", progress=False)[0], open_folder(tmp_path))
+
+
+def same_parameters(model, other):
+    got, expected = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, other))
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path][...], value[...], err_msg=str(path))
