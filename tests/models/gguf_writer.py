@@ -30,7 +30,7 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
     return config, {name: value.astype(np.float32) for name, value in weights.items()}
 
 
-def write(folder: Path, path: Path, *, kind=None, vocabulary: int | None = None) -> Path:
+def write(folder: Path, path: Path, *, kind=None, vocabulary=None, extra=()) -> Path:
     """A GGUF file of the folder, F32 or, where rows allow it, of the type `kind`.
 
     Args:
@@ -38,6 +38,7 @@ def write(folder: Path, path: Path, *, kind=None, vocabulary: int | None = None)
       path: to write.
       kind: a `gguf.GGMLQuantizationType`.
       vocabulary: number of tokens of the tokenizer, or None for those of the configuration.
+      extra: more tensors: name, array and type (None: that of the array).
     """
     config, weights = read_folder(folder)
     arch = ARCHS[config["model_type"]]
@@ -51,6 +52,8 @@ def write(folder: Path, path: Path, *, kind=None, vocabulary: int | None = None)
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value)
+    for name, value, raw in extra:
+        writer.add_tensor(name, value, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

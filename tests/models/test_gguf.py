@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -47,16 +48,28 @@ def logits_of(model, tokens):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_logits_equal_those_of_transformers(folder, tmp_path):
-    path = gguf_writer.write(folder, tmp_path / "model.gguf")
-    model, tokenizer = load(path, "float32", progress=False)
-    held = load_file(folder / "expected.safetensors")
+def test_the_configuration_is_that_of_the_folder(folder, tmp_path):
+    opened = open_gguf(gguf_writer.write(folder, tmp_path / "model.gguf"))
+    config = json.loads((folder / "config.json").read_text())
+    assert described(opened.config) == described(families.find(config).config(config))
+    assert opened.tokenizer.decode(opened.tokenizer.encode("ab")) == "ab"
+    assert (opened.tokenizer.bos_id, opened.tokenizer.eos_ids) == (1, (2,))
+
+
+# One of each architecture.
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.1", "mixtral", "qwen2-window", "qwen3", "qwen3-moe", "gemma-2", "gemma-3",
+     "phi-3-long"],
+)  # fmt: skip
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    path = gguf_writer.write(PARITY / name, tmp_path / "model.gguf")
+    model = load(path, "float32", progress=False)[0]
+    held = load_file(PARITY / name / "expected.safetensors")
     np.testing.assert_allclose(
         logits_of(model, held["tokens"]), held["logits"],
         rtol=0, atol=2e-5 * np.abs(held["logits"]).max(),
     )  # fmt: skip
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
-    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
 
 
 def test_layers_without_positions_of_smollm3(tmp_path):
@@ -70,7 +83,7 @@ def test_layers_without_positions_of_smollm3(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama-3.1", Kind.Q8_0), ("mixtral", Kind.Q4_0), ("phi-3", Kind.Q5_1), ("qwen3", Kind.BF16)],
+    [("llama-biases-tied", Kind.Q8_0), ("mixtral", Kind.Q4_0), ("phi-3", Kind.Q5_1)],
 )
 def test_quantized_weights_are_expanded(name, kind, tmp_path):
     path = gguf_writer.write(PARITY / name, tmp_path / "model.gguf", kind=kind)
@@ -88,3 +101,72 @@ def same_parameters(model, other):
     assert got.keys() == expected.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(got[path][...], value[...], err_msg=str(path))
+
+
+def described(config):
+    """All that counts; numbers to the six digits that float32 metadata keeps, ropes resolved."""
+    layers = []
+    for layer in config.layers:
+        resolved = None
+        if layer.rope is not None:
+            rope = layer.rope.resolve(layer.head_dim, 48)
+            resolved = [f"{value:.5e}" for value in (*rope.frequencies, rope.factor)]
+        layers.append((dataclasses.replace(layer, rope=None), resolved))
+    fields = dataclasses.asdict(config)
+    for name in ("layers", "family", "eos_token_id"):  # files of GGUF name one end
+        del fields[name]
+    scale = fields.pop("attention_scale") or config.head_dim**-0.5
+    numbers = {k: f"{v:.5e}" if isinstance(v, float) else v for k, v in fields.items()}
+    return layers, numbers, f"{scale:.5e}"
+
+
+# What does not load
+
+
+def test_every_type_that_is_known_is_expanded(tmp_path):
+    draw = np.random.default_rng(0)  # bytes below 60 make scales that are finite
+    raw = {
+        kind.name: draw.integers(0, 60, (3, 2 * gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+        for kind in known_types()
+    }
+    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"} <= raw.keys()
+    folder = PARITY / "llama-2"
+    extra = [(name, data, Kind[name]) for name, data in raw.items()]
+    tensors = open_gguf(gguf_writer.write(folder, tmp_path / "m.gguf", extra=extra)).tensors
+    for name, data in raw.items():
+        expected = gguf.quants.dequantize(data, Kind[name])
+        np.testing.assert_array_equal(tensors[name].read(), expected)
+        assert tensors[name].shape == expected.shape
+
+
+def test_a_type_that_cannot_be_expanded(tmp_path):
+    extra = [("blk.0.extra.weight", np.zeros((2, 32), np.int8), None)]
+    path = gguf_writer.write(PARITY / "llama-2", tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(ValueError, match=r"`blk.0.extra.weight` has the GGUF type I8") as error:
+        load(path, progress=False)
+    assert "BF16, F16, F32, IQ1_M" in str(error.value)
+
+
+def test_a_type_without_a_name(tmp_path):
+    path = gguf_writer.write(PARITY / "llama-2", tmp_path / "m.gguf")
+    content = path.read_bytes()
+    at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 2 * 8
+    path.write_bytes(content[:at] + (199).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ValueError, match="a tensor has an unknown type .*199") as error:
+        load(path, progress=False)
+    assert "BF16, F16, F32, IQ1_M" in str(error.value)
+
+
+def test_more_tokens_than_rows(tmp_path):
+    path = gguf_writer.write(PARITY / "qwen3", tmp_path / "m.gguf", vocabulary=68)
+    with pytest.raises(ValueError, match="knows 68 tokens, but the embedding has 67 rows"):
+        load(path, progress=False)
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.3, 0.6, 0.99])
+def test_a_truncated_file(keep, tmp_path):
+    path = gguf_writer.write(PARITY / "gemma-2", tmp_path / "m.gguf")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(ValueError, match="should be a complete GGUF file"):
+        load(path, progress=False)
