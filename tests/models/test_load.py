@@ -140,6 +140,51 @@ def test_missing_and_foreign_shards(tiny, tmp_path):
     assert "missing: `model.norm.weight`" in str(error.value)
 
 
+def test_a_truncated_shard(tiny, tmp_path):
+    folder = tiny.write_folder(tmp_path / "sharded", tiny.config, tiny.weights, shards=3)
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model-00002-of-00003\.safetensors should be a complete"):
+        quietly(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [("{", "should be JSON"), ('{"weight_map": []}', "should hold `weight_map`, a mapping")],
+)
+def test_an_index_that_cannot_be_read(index, message, tiny, tmp_path):
+    folder = tiny.write_folder(tmp_path / "sharded", tiny.config, tiny.weights, shards=3)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        quietly(folder)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int32", "uint8", "bool"])
+def test_weights_that_are_no_numbers_of_a_model(kind, tiny, tmp_path):
+    weights = {name: value.astype(kind) for name, value in tiny.weights.items()}
+    folder = tiny.write_folder(tmp_path / "whole", tiny.config, weights)
+    with pytest.raises(ValueError, match="dtype: `.*`, expected one of BF16, F16, F32, F64, got"):
+        quietly(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"hidden_size": 72}, "mis-shaped: `lm_head.weight`, expected (272, 72), got (272, 64)"),
+        ({"vocab_size": 280}, "`model.embed_tokens.weight`, expected (280, 64), got (272, 64)"),
+        ({"num_key_value_heads": 4}, "`model.layers.0.self_attn.k_proj.weight`, expected (64, 64)"),
+        ({"attention_bias": True}, "missing: `model.layers.1.self_attn.o_proj.bias`, expected"),
+        ({"model_type": "qwen3"}, "missing: `model.layers.0.self_attn.q_norm.weight`, expected"),
+        ({"num_hidden_layers": 1}, "unexpected: `model.layers.1.mlp.up_proj.weight`, got shape"),
+    ],
+)
+def test_a_configuration_of_another_model(changes, line, tiny, tmp_path):
+    folder = tiny.write_folder(tmp_path / "other", tiny.config | changes, tiny.weights)
+    with pytest.raises(ValueError, match="do not fit its configuration") as error:
+        quietly(folder)
+    assert line in str(error.value)
+
+
 def test_long_lists_are_shortened(tiny, tmp_path):
     config = tiny.config | {"num_hidden_layers": 9}
     folder = tiny.write_folder(tmp_path / "deep", config, tiny.weights)
@@ -180,7 +225,10 @@ def test_pickled_weights_are_not_opened(fresh):
         ("config.json", None, FileNotFoundError, "should hold `config.json`"),
         ("config.json", "{", ValueError, "should be JSON"),
         ("config.json", "[]", ValueError, "should hold a JSON object, but got list"),
-        ("config.json", '{"model_type": "bert"}', ValueError, "but got 'bert'"),
+        (
+            "config.json", '{"model_type": "bert"}', ValueError,
+            "`model_type` should be one of gemma2, gemma3, .*smollm3, but got 'bert'",
+        ),
         ("config.json", '{"quantization_config": {}}', ValueError, "quantized weights"),
         ("tokenizer.json", None, FileNotFoundError, "should hold `tokenizer.json`"),
         ("tokenizer.json", '{"a": 1}', ValueError, "could not be read as a tokenizer"),
@@ -226,12 +274,13 @@ def test_files_that_are_not_gguf(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "bert"}, "`general.architecture` should be \"llama\", but got 'bert'"),
+        ({"arch": "bert"}, "`general.architecture` should be one of llama, .*, but got 'bert'"),
         ({"metadata": {"llama.block_count": None}}, "lacks `llama.block_count`"),
-        ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts"),
+        ({"metadata": {"llama.expert_count": 8}}, "lacks `num_experts_per_tok`"),
+        ({"metadata": {"split.count": 2}}, "one part of a split GGUF"),
         ({"metadata": {"llama.rope.dimension_count": 8}}, "should be 16, but got 8"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "`llama.rope.scaling.type` should be"),
-        ({"metadata": {"tokenizer.ggml.model": "llama"}}, "byte-level BPE"),
+        ({"metadata": {"llama.rope.scaling.type": "su"}}, "`llama.rope.scaling.type` should be"),
+        ({"metadata": {"tokenizer.ggml.model": "t5"}}, "should be one of gpt2, llama, but got"),
         ({"metadata": {"tokenizer.ggml.pre": "deepseek"}}, "`tokenizer.ggml.pre`"),
         ({"metadata": {"tokenizer.ggml.merges": None}}, "lacks `tokenizer.ggml.merges`"),
         ({"metadata": {"llama.block_count": 3}}, "missing: `blk.2.attn_q.weight`"),
