@@ -24,7 +24,6 @@ def open_gguf(path: Path) -> Checkpoint:
     Raises:
       ValueError: the file is truncated, of another format or for an unknown architecture, or a
         tensor has a type that cannot be expanded.
-      NotImplementedError: the file has what its family does not support.
     """
     metadata, listed = _contents(path)
     raw = {tensor.name: tensor for tensor in listed}
@@ -36,9 +35,7 @@ def open_gguf(path: Path) -> Checkpoint:
             Contents(metadata, shapes, lambda name: _expand(raw[name]))
         )
         tokenizer = tokenizer_from_metadata(metadata)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{path}: {error}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(f"{path}: {error}") from error
     tensors = {
         name: Tensor(
@@ -62,7 +59,9 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[gguf.ReaderTensor]]:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
         if "GGMLQuantizationType" in str(error):  # a number that the package has no name for
-            raise ValueError(f"{path}: a tensor has an unknown type ({error}). {_advice()}") from error
+            raise ValueError(
+                f"{path}: a tensor has an unknown type ({error}). {_advice()}"
+            ) from error
         raise ValueError(
             f"{path} should be a complete GGUF file, but is truncated or damaged ({error}). "
             "Copy or download it again."

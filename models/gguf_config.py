@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from directkv_jax.models import families
 from directkv_jax.models.config import LayerConfig, ModelConfig, positive
 from directkv_jax.models.names import Names
@@ -71,9 +73,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture("qwen3_moe", values={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", values={"sliding_window": 4096}, wide=46),
     "gemma3": Architecture("gemma3_text", wide=62),
-    "phi3": Architecture(
-        "phi3", names=dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
-    ),
+    "phi3": Architecture("phi3", names=dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")),
     "smollm3": Architecture("smollm3", permuted=True),
 }
 
@@ -91,7 +91,6 @@ _KEYS = {
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
     "rope_local_base_freq": "rope.freq_base_swa",
-    "sliding_window": "attention.sliding_window",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -130,7 +129,7 @@ class Contents:
 
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], Any]
+    read: Callable[[str], np.ndarray]
 
 
 def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
@@ -163,37 +162,45 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
     values = {
         **architecture.values,
         **{key: held[other] for key, other in _KEYS.items() if other in held},
-        **_from_tensors(file, held),
+        **_from_tensors(file, positive(f"{prefix}block_count", held["block_count"])),
+        **_windows(held, architecture, prefix),
         "model_type": next(
             (kind for key, kind in architecture.variants.items() if held.get(key)),
             architecture.model_type,
         ),
         "query_pre_attn_scalar": per_head if held["block_count"] == architecture.wide else head_dim,
-        "partial_rotary_factor": rotary / head_dim,
+        # The next larger number, so that times H it is not below `rotary`.
+        "partial_rotary_factor": min(1.0, math.nextafter(rotary / head_dim, 2)),
         "rope_scaling": _scaling(file, held, prefix),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    values["sliding_window"] = values.get("sliding_window") or None
-    pattern = held.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        kinds = ("full_attention", "sliding_attention")
-        values["layer_types"] = [kinds[bool(local)] for local in pattern]
-    elif pattern is not None:
-        values["sliding_window_pattern"] = pattern
     config = families.find(values).config(values)
     return architecture, _completed(config, file, held)
 
 
-def _from_tensors(file: Contents, held: Mapping[str, Any]) -> dict[str, Any]:
+def _from_tensors(file: Contents, layers: int) -> dict[str, Any]:
     if "token_embd.weight" not in file.shapes:
         raise ValueError("the file lacks the tensor `token_embd.weight`.")
-    layers = range(positive("block_count", held["block_count"]))
+    routers = [f"blk.{index}.ffn_gate_inp.weight" in file.shapes for index in range(layers)]
     return {
         "vocab_size": file.shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in file.shapes,
-        "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in file.shapes],
+        "mlp_only_layers": [index for index, router in enumerate(routers) if not router],
     }
+
+
+def _windows(held: Mapping[str, Any], architecture: Architecture, prefix: str) -> dict[str, Any]:
+    usual = architecture.values.get("sliding_window")
+    window = held.get("attention.sliding_window", usual) or None  # 0: there is none
+    pattern = held.get("attention.sliding_window_pattern")
+    if pattern is None:
+        return {"sliding_window": window}
+    if isinstance(pattern, list):
+        kinds = ("full_attention", "sliding_attention")
+        return {"sliding_window": window, "layer_types": [kinds[bool(each)] for each in pattern]}
+    period = positive(f"{prefix}attention.sliding_window_pattern", pattern)
+    return {"sliding_window": window, "sliding_window_pattern": period}
 
 
 def _scaling(file: Contents, held: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -216,8 +223,11 @@ def _scaling(file: Contents, held: Mapping[str, Any], prefix: str) -> dict[str, 
 
 
 def _completed(config: ModelConfig, file: Contents, held: Mapping[str, Any]) -> ModelConfig:
-    """What the tensors tell, whatever the family has by default."""
+    """With what the tensors tell, and the family does not have by default."""
     divisors = tuple(map(float, file.read(_DIVISORS))) if _DIVISORS in file.shapes else ()
+
+    def biased(name: str) -> bool:
+        return f"blk.0.{name}.bias" in file.shapes
 
     def divided(layer: LayerConfig) -> LayerConfig:
         if layer.rope is None or not divisors:
@@ -229,8 +239,8 @@ def _completed(config: ModelConfig, file: Contents, held: Mapping[str, Any]) -> 
     return dataclasses.replace(
         config,
         layers=tuple(map(divided, config.layers)),
-        attention_bias=any(f"blk.0.attn_{part}.bias" in file.shapes for part in ("q", "qkv")),
-        output_bias="blk.0.attn_output.bias" in file.shapes,
-        mlp_bias="blk.0.ffn_up.bias" in file.shapes,
+        attention_bias=config.attention_bias or biased("attn_q") or biased("attn_qkv"),
+        output_bias=config.output_bias or biased("attn_output"),
+        mlp_bias=config.mlp_bias or biased("ffn_up"),
         attention_scale=held.get("attention.scale", config.attention_scale),
     )

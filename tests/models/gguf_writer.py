@@ -123,9 +123,7 @@ def _add_rope(writer: gguf.GGUFWriter, config: dict) -> None:
         trained = config["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(trained)
         extension = config["max_position_embeddings"] / trained
-        writer.add_rope_scaling_attn_factors(
-            math.sqrt(1 + math.log(extension) / math.log(trained))
-        )
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(extension) / math.log(trained)))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, arch: MODEL_ARCH, count: int) -> None:
@@ -185,6 +183,4 @@ def _factors(config: dict) -> dict[str, np.ndarray]:
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((trained / waves - low) / (high - low), 0, 1)
-    return {
-        "rope_freqs.weight": (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
-    }
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import gguf
+import gguf_writer
 import jax
 import numpy as np
 import pytest
@@ -18,9 +18,6 @@ from directkv_jax.models import families, load
 from directkv_jax.models.checkpoint import Checkpoint, build
 from directkv_jax.models.gguf import known_types, open_gguf
 from directkv_jax.models.hf import open_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-import gguf_writer
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 # OPT is not among the architectures; the layers of SmolLM3 are below.
@@ -152,7 +149,7 @@ def test_a_type_without_a_name(tmp_path):
     content = path.read_bytes()
     at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 2 * 8
     path.write_bytes(content[:at] + (199).to_bytes(4, "little") + content[at + 4 :])
-    with pytest.raises(ValueError, match="a tensor has an unknown type .*199") as error:
+    with pytest.raises(ValueError, match=r"a tensor has an unknown type .*199") as error:
         load(path, progress=False)
     assert "BF16, F16, F32, IQ1_M" in str(error.value)
 

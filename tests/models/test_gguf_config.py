@@ -22,7 +22,11 @@ def config(arch, *, tensors=(), factors=None, **changes):
     keys = BASE | {key.replace("__", "."): value for key, value in changes.items()}
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
     held = {f"{name}.weight": np.array(value) for name, value in (factors or {}).items()}
-    shapes = {"token_embd.weight": (67, 64), **dict.fromkeys(tensors, ()), **dict.fromkeys(held, ())}
+    shapes = {
+        "token_embd.weight": (67, 64),
+        **dict.fromkeys(tensors, ()),
+        **dict.fromkeys(held, ()),
+    }
     contents = Contents({"general.architecture": arch, **metadata}, shapes, held.__getitem__)
     return read_config(contents)[1]
 
@@ -84,6 +88,7 @@ def test_tensors_tell_of_biases_and_the_output():
     model = config("llama", tensors=["blk.0.attn_q.bias", "output.weight"])
     assert (model.attention_bias, model.output_bias, model.mlp_bias) == (True, False, False)
     assert not model.tie_word_embeddings
+    assert config("qwen2").attention_bias  # whatever is there: then the file lacks it
     model = config("qwen3", tensors=["blk.0.attn_output.bias", "blk.0.ffn_up.bias"])
     assert (model.attention_bias, model.output_bias, model.mlp_bias) == (False, True, True)
     assert model.tie_word_embeddings
@@ -113,6 +118,12 @@ def test_phi3_with_factors_for_short_and_long_contexts():
     assert long.frequencies[1] == pytest.approx(short.frequencies[1] / 4)
 
 
+@pytest.mark.parametrize(("size", "rotary"), [(88, 60), (96, 58), (128, 96), (128, 128)])
+def test_a_part_of_a_head_turns(size, rotary):
+    model = config("phi3", attention__key_length=size, rope__dimension_count=rotary)
+    assert resolved(model).rotary_dim == rotary
+
+
 def test_divisors_of_frequencies_reach_every_layer_with_positions():
     model = config("smollm3", factors={"rope_freqs": [2.0] * 8})
     plain = config("smollm3")
@@ -129,7 +140,11 @@ def test_divisors_of_frequencies_reach_every_layer_with_positions():
             {"block_count": None, "embedding_length": None},
             "lacks `qwen2.embedding_length`, `qwen2.block_count`",
         ),
-        ("qwen2", {"attention__head_count": 0}, "`qwen2.attention.head_count` should be a positive"),
+        (
+            "qwen2",
+            {"attention__head_count": 0},
+            "`qwen2.attention.head_count` should be a positive",
+        ),
         ("qwen2", {"attention__head_count": [4, 2]}, r"should be a positive int, but got \[4, 2\]"),
         ("smollm3", {"rope__dimension_count": 8}, "dimension_count` should be 16, but got 8"),
         (
@@ -142,6 +157,16 @@ def test_divisors_of_frequencies_reach_every_layer_with_positions():
         ("llama", {"factors": {"rope_freqs": [2.0] * 3}}, "should be 8 divisors"),
         ("qwen3moe", {"expert_count": 4}, "lacks `num_experts_per_tok`"),
         ("gemma3", {}, "lacks `sliding_window`"),
+        (
+            "gemma3",
+            {"attention__sliding_window": 8, "attention__sliding_window_pattern": 0},
+            "`gemma3.attention.sliding_window_pattern` should be a positive int, but got 0",
+        ),
+        (
+            "gemma3",
+            {"attention__sliding_window": 8, "attention__sliding_window_pattern": [True]},
+            "`layer_types` should be 6 of",
+        ),
     ],
 )
 def test_errors(arch, changes, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def joined(text, scores):
     """SentencePiece as its paper describes it: join the best pair until there is none."""
     parts = list(SPACE + text.replace(" ", SPACE)) if text else []
     while True:
-        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+        pairs = [(scores[a + b], -i) for i, (a, b) in enumerate(itertools.pairwise(parts))
                  if a + b in scores]  # fmt: skip
         if not pairs:
             return parts
@@ -137,7 +139,10 @@ def test_whole_pieces_and_composed_characters():
         (scored(scores=[0.0]), "`tokenizer.ggml.scores` should hold 270 entries, but got 1"),
         (scored(token_type=[1]), "`tokenizer.ggml.token_type` should hold 270 entries, but got 1"),
         (scored(bos_token_id=270), "bos_token_id` should be one of 270 tokens, but got 270"),
-        (merged("falcon"), "`tokenizer.ggml.pre` should be one of gpt-2, .*tekken, but got 'falcon'"),
+        (
+            merged("falcon"),
+            "`tokenizer.ggml.pre` should be one of gpt-2, .*tekken, but got 'falcon'",
+        ),
         (merged("qwen2", merges=[]), "lacks `tokenizer.ggml.merges`"),
         (merged("qwen2", merges=["x y"]), "the tokenizer of the file is inconsistent"),
     ],

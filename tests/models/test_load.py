@@ -163,7 +163,7 @@ def test_an_index_that_cannot_be_read(index, message, tiny, tmp_path):
 def test_weights_that_are_no_numbers_of_a_model(kind, tiny, tmp_path):
     weights = {name: value.astype(kind) for name, value in tiny.weights.items()}
     folder = tiny.write_folder(tmp_path / "whole", tiny.config, weights)
-    with pytest.raises(ValueError, match="dtype: `.*`, expected one of BF16, F16, F32, F64, got"):
+    with pytest.raises(ValueError, match=r"dtype: `.*`, expected one of BF16, F16, F32, F64, got"):
         quietly(folder)
 
 
@@ -226,7 +226,9 @@ def test_pickled_weights_are_not_opened(fresh):
         ("config.json", "{", ValueError, "should be JSON"),
         ("config.json", "[]", ValueError, "should hold a JSON object, but got list"),
         (
-            "config.json", '{"model_type": "bert"}', ValueError,
+            "config.json",
+            '{"model_type": "bert"}',
+            ValueError,
             "`model_type` should be one of gemma2, gemma3, .*smollm3, but got 'bert'",
         ),
         ("config.json", '{"quantization_config": {}}', ValueError, "quantized weights"),

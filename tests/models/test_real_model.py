@@ -68,7 +68,8 @@ def test_a_converted_folder_answers_alike(real_model, tmp_path):
     (tmp_path / "model.safetensors").unlink()  # half a gigabyte
     assert other[0].config.layers == model.config.layers
     texts = [
-        models.complete(*each, list(PROMPTS), max_new_tokens=12).texts for each in (real_model, other)
+        models.complete(*each, list(PROMPTS), max_new_tokens=12).texts
+        for each in (real_model, other)
     ]
     assert texts[0] == texts[1]
     assert all(texts[0])
@@ -83,7 +84,8 @@ def write_folder(folder: Path, tokenizer) -> None:
 
     heads, kv_heads = of("attention.head_count"), of("attention.head_count_kv")
     config = {
-        "model_type": "llama", "vocab_size": of("vocab_size"), "hidden_size": of("embedding_length"),
+        "model_type": "llama", "vocab_size": of("vocab_size"),
+        "hidden_size": of("embedding_length"),
         "intermediate_size": of("feed_forward_length"), "num_hidden_layers": of("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": kv_heads,
         "rms_norm_eps": of("attention.layer_norm_rms_epsilon"), "rope_theta": of("rope.freq_base"),
