@@ -12,7 +12,8 @@ import numpy as np
 
 from directkv_jax.models.checkpoint import Checkpoint, Tensor
 from directkv_jax.models.config import ModelConfig
-from directkv_jax.models.gguf_config import ROPE_TENSORS, Architecture, Contents, read_config
+from directkv_jax.models.gguf_architectures import Architecture
+from directkv_jax.models.gguf_config import ROPE_TENSORS, Contents, read_config
 from directkv_jax.models.gguf_tokenizer import tokenizer_from_metadata
 
 MAGIC = b"GGUF"

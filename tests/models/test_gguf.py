@@ -16,13 +16,14 @@ from safetensors.numpy import load_file, save_file
 
 from directkv_jax.models import families, load
 from directkv_jax.models.checkpoint import Checkpoint, build
-from directkv_jax.models.gguf import known_types, open_gguf
+from directkv_jax.models.gguf import known_types, open_gguf, unpermute
 from directkv_jax.models.hf import open_tensors
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 # OPT is not among the architectures; the layers of SmolLM3 are below.
 FOLDERS = [path for path in sorted(PARITY.iterdir()) if path.name not in ("opt", "smollm3")]
 Kind = gguf.GGMLQuantizationType
+IDS = np.array([1, 5, 9, 200, 33, 271, 7, 7], np.int32)
 
 
 def open_folder(folder: Path, **changes):
@@ -93,6 +94,37 @@ def test_quantized_weights_are_expanded(name, kind, tmp_path):
     same_parameters(load(path, "float32", progress=False)[0], open_folder(tmp_path))
 
 
+def test_every_type_that_is_known_is_expanded(tmp_path):
+    draw = np.random.default_rng(0)  # bytes below 60 make scales that are finite
+    raw = {
+        kind.name: draw.integers(0, 60, (3, 2 * gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+        for kind in known_types()
+    }
+    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"} <= raw.keys()
+    folder = PARITY / "llama-2"
+    extra = [(name, data, Kind[name]) for name, data in raw.items()]
+    tensors = open_gguf(gguf_writer.write(folder, tmp_path / "m.gguf", extra=extra)).tensors
+    for name, data in raw.items():
+        expected = gguf.quants.dequantize(data, Kind[name])
+        np.testing.assert_array_equal(tensors[name].read(), expected)
+        assert tensors[name].shape == expected.shape
+
+
+def test_frequency_divisors_of_a_gguf(tiny, tmp_path):
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    path = tmp_path / "tiny.gguf"
+    tiny.write_gguf(path, tiny.config, tiny.weights, extra={"rope_freqs.weight": divisors})
+    frequencies = 1000.0 ** (-np.arange(0, 16, 2) / 16) / divisors
+    logits = logits_of(load(path, "float32", progress=False)[0], IDS)
+    reference = tiny.numpy_logits(tiny.config, tiny.weights, IDS, frequencies)
+    np.testing.assert_allclose(logits, reference, rtol=2e-4, atol=2e-4)
+
+
+def test_unpermute_undoes_the_order_of_gguf(tiny):
+    rows = np.arange(4 * 16 * 3).reshape(64, 3)
+    np.testing.assert_array_equal(unpermute(tiny.interleave(rows, 4), 4), rows)
+
+
 def same_parameters(model, other):
     got, expected = (dict(nnx.to_flat_state(nnx.state(each))) for each in (model, other))
     assert got.keys() == expected.keys()
@@ -115,55 +147,3 @@ def described(config):
     scale = fields.pop("attention_scale") or config.head_dim**-0.5
     numbers = {k: f"{v:.5e}" if isinstance(v, float) else v for k, v in fields.items()}
     return layers, numbers, f"{scale:.5e}"
-
-
-# What does not load
-
-
-def test_every_type_that_is_known_is_expanded(tmp_path):
-    draw = np.random.default_rng(0)  # bytes below 60 make scales that are finite
-    raw = {
-        kind.name: draw.integers(0, 60, (3, 2 * gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
-        for kind in known_types()
-    }
-    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS"} <= raw.keys()
-    folder = PARITY / "llama-2"
-    extra = [(name, data, Kind[name]) for name, data in raw.items()]
-    tensors = open_gguf(gguf_writer.write(folder, tmp_path / "m.gguf", extra=extra)).tensors
-    for name, data in raw.items():
-        expected = gguf.quants.dequantize(data, Kind[name])
-        np.testing.assert_array_equal(tensors[name].read(), expected)
-        assert tensors[name].shape == expected.shape
-
-
-def test_a_type_that_cannot_be_expanded(tmp_path):
-    extra = [("blk.0.extra.weight", np.zeros((2, 32), np.int8), None)]
-    path = gguf_writer.write(PARITY / "llama-2", tmp_path / "m.gguf", extra=extra)
-    with pytest.raises(ValueError, match=r"`blk.0.extra.weight` has the GGUF type I8") as error:
-        load(path, progress=False)
-    assert "BF16, F16, F32, IQ1_M" in str(error.value)
-
-
-def test_a_type_without_a_name(tmp_path):
-    path = gguf_writer.write(PARITY / "llama-2", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 2 * 8
-    path.write_bytes(content[:at] + (199).to_bytes(4, "little") + content[at + 4 :])
-    with pytest.raises(ValueError, match=r"a tensor has an unknown type .*199") as error:
-        load(path, progress=False)
-    assert "BF16, F16, F32, IQ1_M" in str(error.value)
-
-
-def test_more_tokens_than_rows(tmp_path):
-    path = gguf_writer.write(PARITY / "qwen3", tmp_path / "m.gguf", vocabulary=68)
-    with pytest.raises(ValueError, match="knows 68 tokens, but the embedding has 67 rows"):
-        load(path, progress=False)
-
-
-@pytest.mark.parametrize("keep", [0.02, 0.3, 0.6, 0.99])
-def test_a_truncated_file(keep, tmp_path):
-    path = gguf_writer.write(PARITY / "gemma-2", tmp_path / "m.gguf")
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(ValueError, match="should be a complete GGUF file"):
-        load(path, progress=False)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from directkv_jax.models.config import Experts
-from directkv_jax.models.gguf_config import ARCHITECTURES, Contents, read_config
+from directkv_jax.models.gguf_architectures import ARCHITECTURES
+from directkv_jax.models.gguf_config import Contents, read_config
 
 BASE = {
     "embedding_length": 64, "feed_forward_length": 96, "block_count": 6,

@@ -2,7 +2,6 @@ import json
 import pickle
 import re
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,6 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from directkv_jax.models import load
-from directkv_jax.models.gguf import unpermute
 
 IDS = np.array([[1, 5, 9, 200, 33, 271, 7, 7]], np.int32)
 
@@ -40,10 +38,6 @@ def fresh(tiny, tmp_path):
     return tiny.write_folder(tmp_path / "tiny", tiny.config, tiny.weights)
 
 
-def damaged_gguf(tiny, tmp_path, **changes):
-    return tiny.write_gguf(tmp_path / "tiny.gguf", tiny.config, tiny.weights, **changes)
-
-
 # What loads
 
 
@@ -64,12 +58,6 @@ def test_gguf_gives_the_same(tiny, tmp_path, expected):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (270, (271,))
 
 
-def test_quantized_gguf_is_close(tiny, tmp_path, expected):
-    kind = gguf.GGMLQuantizationType.Q8_0
-    path = damaged_gguf(tiny, tmp_path, quantize=kind)
-    assert np.abs(last_logits(quietly(path)[0]) - expected).max() < 0.05 * np.abs(expected).max()
-
-
 def test_bfloat16_files_and_the_default_dtype(tiny, tmp_path):
     weights = {name: value.astype(jnp.bfloat16) for name, value in tiny.weights.items()}
     folder = tiny.write_folder(tmp_path / "bf16", tiny.config, weights)
@@ -86,19 +74,6 @@ def test_harmless_extra_tensors_are_ignored(tiny, tmp_path):
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     quietly(tiny.write_folder(tmp_path / "tied", config, weights))
-
-
-def test_frequency_divisors_of_a_gguf(tiny, tmp_path):
-    divisors = np.linspace(1, 8, 8, dtype=np.float32)
-    path = damaged_gguf(tiny, tmp_path, extra={"rope_freqs.weight": divisors})
-    frequencies = 1000.0 ** (-np.arange(0, 16, 2) / 16) / divisors
-    reference = tiny.numpy_logits(tiny.config, tiny.weights, IDS[0], frequencies)[-1]
-    np.testing.assert_allclose(last_logits(quietly(path)[0]), reference, rtol=2e-4, atol=2e-4)
-
-
-def test_unpermute_undoes_the_order_of_gguf(tiny):
-    rows = np.arange(4 * 16 * 3).reshape(64, 3)
-    np.testing.assert_array_equal(unpermute(tiny.interleave(rows, 4), 4), rows)
 
 
 # What does not
@@ -252,15 +227,6 @@ def test_a_tokenizer_of_another_model(tiny, tmp_path):
         quietly(folder)
 
 
-@pytest.mark.parametrize("keep", [0.01, 0.2, 0.5, 0.999])
-def test_truncated_gguf(keep, tiny, tmp_path):
-    path = damaged_gguf(tiny, tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(ValueError, match="should be a complete GGUF file"):
-        quietly(path)
-
-
 def test_files_that_are_not_gguf(tiny, tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none"))):
         quietly(tmp_path / "none")
@@ -271,25 +237,3 @@ def test_files_that_are_not_gguf(tiny, tmp_path):
     save_file(tiny.weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"Pass the folder that holds `config\.json`"):
         quietly(tmp_path / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"arch": "bert"}, "`general.architecture` should be one of llama, .*, but got 'bert'"),
-        ({"metadata": {"llama.block_count": None}}, "lacks `llama.block_count`"),
-        ({"metadata": {"llama.expert_count": 8}}, "lacks `num_experts_per_tok`"),
-        ({"metadata": {"split.count": 2}}, "one part of a split GGUF"),
-        ({"metadata": {"llama.rope.dimension_count": 8}}, "should be 16, but got 8"),
-        ({"metadata": {"llama.rope.scaling.type": "su"}}, "`llama.rope.scaling.type` should be"),
-        ({"metadata": {"tokenizer.ggml.model": "t5"}}, "should be one of gpt2, llama, but got"),
-        ({"metadata": {"tokenizer.ggml.pre": "deepseek"}}, "`tokenizer.ggml.pre`"),
-        ({"metadata": {"tokenizer.ggml.merges": None}}, "lacks `tokenizer.ggml.merges`"),
-        ({"metadata": {"llama.block_count": 3}}, "missing: `blk.2.attn_q.weight`"),
-        ({"metadata": {"llama.feed_forward_length": 95}}, r"expected \(95, 64\), got \(96, 64\)"),
-        ({"extra": {"blk.0.odd.weight": np.ones(3, np.float32)}}, "unexpected: `blk.0.odd.weight`"),
-    ],
-)
-def test_gguf_of_something_else(changes, message, tiny, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        quietly(damaged_gguf(tiny, tmp_path, **changes))
