@@ -39,10 +39,10 @@ class Checkpoint:
     Attributes:
       path: for messages.
       config: shapes of the model the weights belong to.
-      tensors: by Hugging Face name, in Hugging Face's orientation ([out, in]).
+      tensors: by the name in the file, [out, in].
       tokenizer: of the same checkpoint.
-      layout: Hugging Face's names of the family.
-      names: Hugging Face name -> the file's own name for it, for messages.
+      layout: the names that the file uses.
+      ignored: beginnings of the names of tensors that belong to no text model.
       problems: what was already found wrong with the keys while opening.
     """
 
@@ -51,7 +51,7 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     tokenizer: Tokenizer
     layout: Names = LLAMA
-    names: Callable[[str], str] = str
+    ignored: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -87,7 +87,7 @@ class _Parameter:
       variable: the abstract `nnx.Param`.
       sources: what it is made of.
       kind: "plain"; "turned", [out, in] in the file; "packed", queries, keys and values;
-        "stacked", one for each expert.
+        "stacked", one for each expert, or one [E, out, in] for all.
     """
 
     def __init__(self, checkpoint: Checkpoint, path: tuple, variable):
@@ -98,7 +98,7 @@ class _Parameter:
         self.sources = sources(checkpoint.layout, checkpoint.config, path, self.shape)
         if "qkv_proj" in path and path[-1] in ("kernel", "bias"):
             self.kind = "packed"
-        elif len(self.sources) > 1:
+        elif len(self.shape) == 3:
             self.kind = "stacked"
         else:
             self.kind = "turned" if path[-1] == "kernel" else "plain"
@@ -113,12 +113,13 @@ def _read(checkpoint: Checkpoint, parameter: _Parameter) -> Iterator[np.ndarray]
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _place(raw: list[jax.Array], kind: str, shape: tuple[int, ...], dtype) -> jax.Array:
     # Flax kernels are [in, out]. Transposing on the device is cheaper than in NumPy.
-    raw = [(array if kind == "plain" else array.T).astype(dtype) for array in raw]
+    keep = kind == "plain"
+    raw = [(x if keep or x.ndim == 1 else x.mT).astype(dtype) for x in raw]
     if kind == "packed":
         # A bias is packed as the kernel of a single input.
         heads = [array.reshape(-1, array.shape[-1] // shape[-1], shape[-1]) for array in raw]
         return QKVProjection.pack(*heads).kernel.reshape(shape)
-    return jnp.stack(raw) if kind == "stacked" else raw[0]
+    return jnp.stack(raw).reshape(shape) if kind == "stacked" else raw[0]
 
 
 def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
@@ -126,17 +127,18 @@ def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
     shapes = {source.name: source.shape for each in wanted for source in each.sources}
     missing, mis_shaped = [], []
     for name, shape in shapes.items():
-        shown = checkpoint.names(name)
         if name not in checkpoint.tensors:
-            missing.append(f"missing: `{shown}`, expected shape {shape}")
+            missing.append(f"missing: `{name}`, expected shape {shape}")
         elif (got := checkpoint.tensors[name].shape) != shape:
-            mis_shaped.append(f"mis-shaped: `{shown}`, expected {shape}, got {got}")
+            mis_shaped.append(f"mis-shaped: `{name}`, expected {shape}, got {got}")
+    head = f"{checkpoint.layout.head}.weight"
     unexpected = [
-        f"unexpected: `{checkpoint.names(name)}`, got shape {tensor.shape}"
+        f"unexpected: `{name}`, got shape {tensor.shape}"
         for name, tensor in checkpoint.tensors.items()
         if name not in shapes
+        and not name.startswith(checkpoint.ignored)
         and not name.endswith("rotary_emb.inv_freq")  # recomputed; old checkpoints store it
-        and not (tied and name == "lm_head.weight")  # a copy of the embedding
+        and not (tied and name == head)  # a copy of the embedding
     ]
     groups = (list(checkpoint.problems), missing, mis_shaped, unexpected)
     if count := sum(map(len, groups)):

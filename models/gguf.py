@@ -1,8 +1,9 @@
-"""Opens a GGUF file of the llama architecture; quantized tensors are expanded while loading."""
+"""Opens a GGUF file; quantized tensors are expanded while loading."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +11,45 @@ import gguf
 import numpy as np
 
 from directkv_jax.models.checkpoint import Checkpoint, Tensor
-from directkv_jax.models.config import LayerConfig, ModelConfig, RopeConfig
+from directkv_jax.models.config import ModelConfig
+from directkv_jax.models.gguf_architectures import Architecture
+from directkv_jax.models.gguf_config import ROPE_TENSORS, Contents, read_config
 from directkv_jax.models.gguf_tokenizer import tokenizer_from_metadata
 
 MAGIC = b"GGUF"
-
-_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_BLOCK = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP_HF = {value: key for key, value in _TOP.items()}
-_BLOCK_HF = {value: key for key, value in _BLOCK.items()}
-_ROPE_FREQS = "rope_freqs.weight"
 
 
 def open_gguf(path: Path) -> Checkpoint:
     """Opens a file without expanding any weights yet.
 
     Raises:
-      ValueError: the file is truncated, of another format or for another architecture.
+      ValueError: the file is truncated, of another format or for an unknown architecture, or a
+        tensor has a type that cannot be expanded.
     """
+    metadata, listed = _contents(path)
+    raw = {tensor.name: tensor for tensor in listed}
+    # GGUF lists the fastest axis first.
+    shapes = {name: tuple(map(int, reversed(each.shape))) for name, each in raw.items()}
+    try:
+        _check_types(listed)
+        architecture, config = read_config(
+            Contents(metadata, shapes, lambda name: _expand(raw[name]))
+        )
+        tokenizer = tokenizer_from_metadata(metadata)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    tensors = {
+        name: Tensor(
+            shapes[name],
+            functools.partial(_expand, tensor, _stored(name, architecture, config)),
+        )
+        for name, tensor in raw.items()
+        if name not in ROPE_TENSORS
+    }
+    return Checkpoint(path, config, tensors, tokenizer, layout=architecture.names)
+
+
+def _contents(path: Path) -> tuple[dict[str, Any], list[gguf.ReaderTensor]]:
     with path.open("rb") as file:
         if (magic := file.read(4)) != MAGIC:
             raise ValueError(
@@ -51,101 +59,60 @@ def open_gguf(path: Path) -> Checkpoint:
         reader = gguf.GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
+        if "GGMLQuantizationType" in str(error):  # a number that the package has no name for
+            raise ValueError(
+                f"{path}: a tensor has an unknown type ({error}). {_advice()}"
+            ) from error
         raise ValueError(
             f"{path} should be a complete GGUF file, but is truncated or damaged ({error}). "
             "Copy or download it again."
         ) from error
-    raw = {tensor.name: tensor for tensor in reader.tensors}
-    try:
-        config = _config(metadata, raw)
-        tokenizer = tokenizer_from_metadata(metadata)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    tensors = {
-        _hf_name(name): _tensor(tensor, config)
-        for name, tensor in raw.items()
-        if name != _ROPE_FREQS
-    }
-    return Checkpoint(path, config, tensors, tokenizer, names=_gguf_name)
+    return metadata, reader.tensors
 
 
-def _config(metadata: dict[str, Any], raw: dict[str, Any]) -> ModelConfig:
-    if (kind := metadata.get("general.architecture")) != "llama":
-        raise ValueError(f'`general.architecture` should be "llama", but got {kind!r}.')
-    if metadata.get("llama.expert_count", 0):
-        raise ValueError("mixtures of experts (`llama.expert_count`) are not supported.")
-    if metadata.get("split.count", 1) > 1:
-        raise ValueError("the file is one part of a split GGUF. Merge the parts first.")
-
-    def required(key: str) -> Any:
-        if key not in metadata:
-            raise ValueError(f"the metadata lacks `{key}`.")
-        return metadata[key]
-
-    hidden, heads = required("llama.embedding_length"), required("llama.attention.head_count")
-    embedding = raw.get("token_embd.weight")
-    vocabulary = metadata.get("llama.vocab_size") or len(required("tokenizer.ggml.tokens"))
-    if embedding is not None:
-        vocabulary = int(embedding.shape[-1])
-    head_dim = metadata.get("llama.attention.key_length") or hidden // heads
-    rotary = metadata.get("llama.rope.dimension_count", head_dim)
-    if rotary != head_dim:
-        raise ValueError(f"`llama.rope.dimension_count` should be {head_dim}, but got {rotary}.")
-    scaling: tuple = ()
-    if (kind := metadata.get("llama.rope.scaling.type", "none")) != "none":
-        factor = metadata.get("llama.rope.scaling.factor", 1.0)
-        if kind != "linear":
+def _check_types(tensors: list[gguf.ReaderTensor]) -> None:
+    for tensor in tensors:
+        if tensor.tensor_type not in known_types():
             raise ValueError(
-                f'`llama.rope.scaling.type` should be "none" or "linear", but got {kind!r}.'
+                f"`{tensor.name}` has the GGUF type {tensor.tensor_type.name}, which the package "
+                f"`gguf` cannot expand. {_advice()}"
             )
-        scaling = (("rope_type", kind), ("factor", factor))
-    freqs = raw.get(_ROPE_FREQS)
-    context = metadata.get("llama.context_length", 2048)
-    rope = RopeConfig(
-        metadata.get("llama.rope.freq_base", 10000.0),
-        scaling,
-        max_position=context,
-        freq_divisors=() if freqs is None else tuple(map(float, _expand(freqs))),
-    )
-    layer = LayerConfig(
-        heads,
-        metadata.get("llama.attention.head_count_kv", heads),
-        head_dim,
-        required("llama.feed_forward_length"),
-        rope,
-    )
-    return ModelConfig(
-        family="llama",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        layers=(layer,) * required("llama.block_count"),
-        norm_eps=required("llama.attention.layer_norm_rms_epsilon"),
-        tie_word_embeddings="output.weight" not in raw,
-        attention_bias="blk.0.attn_q.bias" in raw,
-        output_bias="blk.0.attn_output.bias" in raw,
-        mlp_bias="blk.0.ffn_up.bias" in raw,
-        max_position_embeddings=context,
-    )
 
 
-def _tensor(tensor, config: ModelConfig) -> Tensor:
-    shape = tuple(int(size) for size in reversed(tensor.shape))  # GGUF lists the fastest axis first
-    heads = {
-        "attn_q": config.layers[0].num_attention_heads,
-        "attn_k": config.layers[0].num_key_value_heads,
-    }.get(tensor.name.split(".")[-2])
-    return Tensor(shape, functools.partial(_expand, tensor, heads))
+def _advice() -> str:
+    known = ", ".join(sorted(kind.name for kind in known_types()))
+    return f"Take a file with types of {known}, or a later version of the package."
 
 
-def _expand(tensor, heads: int | None = None) -> np.ndarray:
-    try:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"`{tensor.name}` has the GGUF type {tensor.tensor_type.name}, which package `gguf` "
-            "cannot expand. Take a file of another quantization."
-        ) from error
-    return values if heads is None else unpermute(values, heads)
+@functools.cache
+def known_types() -> frozenset[gguf.GGMLQuantizationType]:
+    """The types of tensors that the package `gguf` can expand."""
+
+    def expands(kind) -> bool:
+        try:
+            gguf.quants.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            return False
+        return True
+
+    return frozenset(filter(expands, gguf.GGMLQuantizationType))
+
+
+def _expand(tensor, restore: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+    values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return values if restore is None else restore(values)
+
+
+def _stored(name: str, architecture: Architecture, config: ModelConfig):
+    """What makes the values of a tensor those of Hugging Face's files, or None."""
+    kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    if architecture.permuted and kind in ("attn_q", "attn_k"):
+        layer = config.layers[int(name.split(".")[1])]
+        heads = layer.num_attention_heads if kind == "attn_q" else layer.num_key_value_heads
+        return functools.partial(unpermute, heads=heads)
+    if kind.endswith("_norm") and config.norm_offset:
+        return lambda values: values - np.float32(config.norm_offset)  # it is added in the file
+    return None
 
 
 def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -156,22 +123,3 @@ def unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
-
-
-def _hf_name(name: str) -> str:
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK_HF:
-        return f"model.layers.{parts[1]}.{_BLOCK_HF[parts[2]]}.{parts[3]}"
-    if len(parts) == 2 and parts[0] in _TOP_HF:
-        return f"{_TOP_HF[parts[0]]}.{parts[1]}"
-    return name  # unknown: reported as unexpected
-
-
-def _gguf_name(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _TOP:
-        return f"{_TOP[module]}.{kind}"
-    parts = module.split(".", 3)
-    if parts[:2] == ["model", "layers"] and len(parts) == 4 and parts[3] in _BLOCK:
-        return f"blk.{parts[2]}.{_BLOCK[parts[3]]}.{kind}"
-    return name

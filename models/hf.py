@@ -28,8 +28,9 @@ def open_folder(path: Path) -> Checkpoint:
     tensors, problems = open_tensors(path)
     tokenizer = _tokenizer(path, config)
     return Checkpoint(
-        path, config, tensors, tokenizer, layout=family.names, problems=tuple(problems)
-    )
+        path, config, tensors, tokenizer, layout=family.layout(tensors), ignored=family.ignored,
+        problems=tuple(problems),
+    )  # fmt: skip
 
 
 def open_config(path: Path) -> tuple[Family, ModelConfig]:

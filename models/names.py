@@ -28,23 +28,33 @@ _LAYER = {
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Hugging Face's names of a family. The defaults are Llama's.
+    """The names in the files of a family. The defaults are Llama's on Hugging Face.
 
     Attributes:
       prefix: of all but the output projection.
+      head: the output projection.
+      block: of the layers, before their number.
       top: names outside of the layers.
-      layer: names within a layer; `{}` stands for the number of an expert.
+      layer: names within a layer; `{}` stands for the number of an expert. Without it one tensor
+        holds all experts.
       qkv: one tensor that holds queries, keys and values one after the other, or None.
       gate_up: one tensor that holds gate and up, or None.
     """
 
     prefix: str = "model."
+    head: str = "lm_head"
+    block: str = "layers."
     top: Mapping[str, str] = dataclasses.field(
         default_factory=lambda: {"embed.tokens": "embed_tokens", "norm": "norm"}
     )
     layer: Mapping[str, str] = dataclasses.field(default_factory=lambda: _LAYER)
     qkv: str | None = None
     gate_up: str | None = None
+
+    @property
+    def embedding(self) -> str:
+        """The tensor that every model has."""
+        return f"{self.prefix}{self.top['embed.tokens']}.weight"
 
     def renamed(self, **layer: str) -> Names:
         """With other names within a layer; `__` stands for a dot."""
@@ -85,9 +95,9 @@ def sources(names: Names, config: ModelConfig, path: tuple, shape: tuple[int, ..
     if modules[0] != "layers":
         module = ".".join(modules)
         if module == "lm_head":
-            return [Source(f"lm_head.{kind}", turned)]
+            return [Source(f"{names.head}.{kind}", turned)]
         return [Source(f"{names.prefix}{names.top[module]}.{kind}", turned)]
-    prefix = f"{names.prefix}layers.{modules[1]}."
+    prefix = f"{names.prefix}{names.block}{modules[1]}."
     layer = config.layers[int(modules[1])]
     module = ".".join(modules[2:])
     if module == "attention.qkv_proj":
@@ -98,6 +108,8 @@ def sources(names: Names, config: ModelConfig, path: tuple, shape: tuple[int, ..
         module = "experts.router"
     if module == "mlp":  # the stacked kernels [E, in, out] of experts
         pattern = f"{prefix}{names.layer[f'experts.{leaf}']}.weight"
+        if "{}" not in pattern:
+            return [Source(pattern, (shape[0], *shape[:0:-1]))]
         return [Source(pattern.format(e), shape[:0:-1]) for e in range(shape[0])]
     if names.gate_up and module in ("mlp.gate_proj", "mlp.up_proj"):
         inner = layer.intermediate_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from directkv_jax.models.config import (
@@ -29,10 +29,19 @@ class Family:
     Attributes:
       config: the values of a `config.json` -> `ModelConfig`.
       names: of the weights.
+      spellings: other names that files of the family may have instead.
+      ignored: beginnings of the names of tensors that belong to other parts than the text model.
     """
 
     config: Callable[[Mapping[str, Any]], ModelConfig]
     names: Names = LLAMA
+    spellings: tuple[Names, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def layout(self, tensors: Container[str]) -> Names:
+        """The names that these tensors have."""
+        known = (self.names, *self.spellings)
+        return next((names for names in known if names.embedding in tensors), self.names)
 
 
 class Values:

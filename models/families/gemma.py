@@ -5,7 +5,9 @@ Gemma 2 has soft caps; Gemma 3 norms of queries and keys, and a RoPE for each ty
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from directkv_jax.models.config import ModelConfig
@@ -36,6 +38,15 @@ def gemma3(values) -> ModelConfig:
     return held.model(layers, qk_norm=True, **_options(held))
 
 
+def gemma3_multimodal(values) -> ModelConfig:
+    """The text model of Gemma 3 that also sees images."""
+    text = Values(values)["text_config"]
+    if not isinstance(text, Mapping):
+        raise ValueError(f"`text_config` should be a mapping, but got {type(text).__name__}.")
+    ends = {name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values}
+    return gemma3({**_TEXT_DEFAULTS, **ends, **text, "model_type": values["model_type"]})
+
+
 def _options(held: Values) -> dict[str, Any]:
     bias = held.get("attention_bias", False)
     return {
@@ -52,9 +63,29 @@ def _options(held: Values) -> dict[str, Any]:
     }
 
 
+# What the published files of the multimodal models leave out.
+_TEXT_DEFAULTS = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "sliding_window": 4096, "max_position_embeddings": 131072, "bos_token_id": 2, "eos_token_id": 1,
+}  # fmt: skip
 _NAMES = LLAMA.renamed(
     attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     output_norm="post_feedforward_layernorm",
 )
-FAMILIES = {"gemma2": Family(gemma2, _NAMES), "gemma3_text": Family(gemma3, _NAMES)}
+_IMAGES = ("vision_tower.", "multi_modal_projector.")
+FAMILIES = {
+    "gemma2": Family(gemma2, _NAMES),
+    "gemma3_text": Family(gemma3, _NAMES),
+    "gemma3": Family(
+        gemma3_multimodal,
+        dataclasses.replace(_NAMES, prefix="model.language_model."),
+        # Of older files.
+        spellings=(
+            dataclasses.replace(
+                _NAMES, prefix="language_model.model.", head="language_model.lm_head"
+            ),
+        ),
+        ignored=(*_IMAGES, *(f"model.{name}" for name in _IMAGES)),
+    ),
+}
