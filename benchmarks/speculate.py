@@ -1,6 +1,6 @@
 """What prompt-lookup decoding saves: 50 prompts whose answers repeat them, with it and without.
 
-    python benchmarks/speculate.py --model SmolLM2-135M-Instruct --speculate 4 --output benchmarks/results
+    python benchmarks/speculate.py --model Qwen2.5-7B-Instruct --output benchmarks/results
 
 The prompts go one by one, greedily, each to an answer of at most `--max-new-tokens`, which no stop
 token ends. Compilation and the reading of the prompt are not timed. In float32 the tokens have to
@@ -25,21 +25,22 @@ from directkv_jax.cli.generate import default_model
 from directkv_jax.models.sizes import capacity
 
 PROSE = (
-    "The Eiffel Tower was built by Gustave Eiffel's company between 1887 and 1889 as the entrance to"
-    " the World's Fair. It is 330 metres tall, and was the tallest structure in the world until 1930.",
+    "The Eiffel Tower was built by Gustave Eiffel's company from 1887 to 1889 as the entrance to"
+    " the World's Fair. It is 330 metres tall, and was the tallest structure until 1930.",
     "Dear Ms. Alvarez, the meeting on Tuesday, 14 May, at 10:30 is moved to Thursday, 16 May, at"
-    " 14:00, in room 204. Please bring the budget for 2024. Kind regards, Tom Becker, +49 30 1234567.",
-    "Honey bees live in colonies of up to 60,000 workers, a few hundred drones and one queen. Workers"
-    " collect nectar and pollen, and tell others by a dance where the flowers are.",
-    "Mix 250 g of flour, 10 g of salt and 7 g of yeast with 160 ml of warm water. Knead the dough for"
-    " ten minutes, let it rise for one hour, and bake it at 220 degrees for 25 minutes.",
+    " 14:00, in room 204. Please bring the budget for 2024. Kind regards, Tom Becker, 555 0134.",
+    "Honey bees live in colonies of up to 60,000 workers, a few hundred drones and one queen."
+    " Workers collect nectar and pollen, and tell others by a dance where the flowers are.",
+    "Mix 250 g of flour, 10 g of salt and 7 g of yeast with 160 ml of warm water. Knead the dough"
+    " for ten minutes, let it rise for one hour, and bake it at 220 degrees for 25 minutes.",
     "The Amazon river is about 6,400 kilometres long and carries more water than the next seven"
     " largest rivers together. It begins in the Andes of Peru and ends in the Atlantic Ocean.",
 )
 CODE = (
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
     "    return total / len(values)",
-    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
+    "    return a",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
     "    def push(self, item):\n        self.items.append(item)\n\n"
     "    def pop(self):\n        return self.items.pop()",

@@ -16,6 +16,7 @@ from directkv_jax.models.sampling import Sampling
 from directkv_jax.models.state import NOTHING, Chosen, DecodeState, choose
 from directkv_jax.models.transformer import Transformer
 
+
 def decode_step(
     model: Transformer, cache: KVCache, state: DecodeState, *, sampling: Sampling,
     implementation=None, logprobs: bool = False, speculate: int = 0,

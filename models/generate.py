@@ -62,7 +62,7 @@ def complete(
       prompts: as `generate`.
       while_loop: decode in one compiled `lax.while_loop` that does not return to Python for each
         token; the tokens are the same. `max_new_tokens`, rounded up to a power of two, is then
-        part of what is compiled.
+        part of what is compiled. With stop strings it does return, after every 16 steps.
       **options: as `Options`.
 
     Raises:
@@ -80,8 +80,8 @@ def stream(
     """Yields a `Piece` for every bit of text as it comes, and a `Generation` at the end.
 
     Only the sizes of the chunks that the prompts are read in (the last one is a power of two), the
-    batch, the size of the cache and `sampling` are compiled in: no step compiles again. The cache
-    is freed when the iterator ends or is closed.
+    batch, the size of the cache, `sampling`, `logprobs` and `speculate` are compiled in: no step
+    compiles again. The cache is freed when the iterator ends or is closed.
 
     Args:
       model: from `load`.

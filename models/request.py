@@ -39,11 +39,11 @@ class Options:
       logprobs: whether to return the natural logarithm of each token's probability in
         `Generation.logprobs`. It is that of the model itself: float32 log-softmax of its logits,
         before penalty, temperature and filters.
-      speculate: most tokens that a step drafts (prompt-lookup decoding): what followed the last
-        occurrence of the last 3, 2 or 1 tokens of the row. One call of the model reads the drafts,
-        and those that equal its own choices are kept, so the tokens are the same. With 16-bit dtypes
-        near ties may fall otherwise, because a call of several tokens rounds otherwise. Greedy
-        alone; 0 is off. Another value compiles anew.
+      speculate: most tokens that a step drafts (prompt-lookup decoding): what followed the last 3,
+        2 or 1 tokens of the row where they stood before. One call of the model reads the drafts,
+        and those that equal its own choices are kept, so the tokens are the same. A call of several
+        tokens may round otherwise, so that near ties fall otherwise in 16-bit dtypes. Greedy alone;
+        0 is off. Another value compiles anew.
       placement: where keys and values live, "host" or "device".
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.

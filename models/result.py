@@ -63,8 +63,8 @@ class Generation:
     Attributes:
       texts: the answers, cut before a stop string.
       tokens: their token ids, without the one that stopped them.
-      finish_reasons: "stop" (a stop token or string), "length" (`max_new_tokens`) or "overflow" (the
-        cache was full).
+      finish_reasons: "stop" (a stop token or string), "length" (`max_new_tokens`) or "overflow"
+        (the cache was full).
       stats: figures.
       logprobs: of each of `tokens`, if `Options.logprobs` asked for them; else None.
     """

@@ -120,9 +120,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights and cache (default: float32 on a CPU, else bfloat16)",
     )
     add("--json", action="store_true", help="end with one line of JSON on stdout")
-    add(
-        "--logprobs", action="store_true", help="with --json: the log-probability of every token"
-    )
+    add("--logprobs", action="store_true", help="with --json: the log-probability of every token")
 
 
 def size(text: str) -> int:

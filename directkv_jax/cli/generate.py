@@ -102,9 +102,7 @@ def _sampling(models, arguments: argparse.Namespace):
         temperature = 1.0 if filtered else 0.0
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
     min_p = arguments.min_p or 0.0
-    return models.Sampling(
-        temperature, arguments.top_k, top_p, min_p, arguments.repetition_penalty
-    )
+    return models.Sampling(temperature, arguments.top_k, top_p, min_p, arguments.repetition_penalty)
 
 
 class _PrefillBar:

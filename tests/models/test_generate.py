@@ -57,6 +57,12 @@ def test_seeds(loaded):
     first, second = draw(["hello", "hello"], 1)
     assert first != second
     assert draw(["hello", "other"], 1)[0] == first  # whatever the neighbour is
+    # With a seed for each row, wherever it is.
+    (alone,) = draw(["hello"], [2**32 - 1])
+    assert draw(["hello"], 2**32 - 1) == (alone,)
+    assert draw(["other", "hello"], [3, 2**32 - 1])[1] == alone
+    assert draw(["hello", "other"], [2**32 - 1, 3])[0] == alone
+    assert draw(["other", "hello"], 2**32 - 1)[1] != alone
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
@@ -129,6 +135,8 @@ def test_progress_and_stats(loaded):
     assert seen == [(0, 2), (1, 2), (2, 2)]
     assert got.stats.new_tokens == sum(map(len, got.tokens))
     assert got.stats.prompt_tokens == sum(len(loaded[1].encode(p)) for p in PROMPTS)
+    assert got.stats.decode_steps == 4
+    assert got.logprobs is None
     assert got.stats.ttft_s > 0
     assert got.stats.tokens_per_s > 0
     one = complete(*loaded, "hello", max_new_tokens=1)

@@ -51,19 +51,15 @@ def test_greedy_tokens(real_model, implementation, placement, while_loop):
     assert (got.stats.kv_bytes_device > 0) == (placement == "device")
 
 
-# What its answers repeat, in part.
-LIST = "Copy this list: apple, pear, plum, apple, pear, plum, apple, pear, plum."
-
-
 def test_speculation(real_model):
     model, tokenizer = real_model
-    options = {"max_new_tokens": 24, "max_length": 128, "stop_tokens": []}
+    options = {"max_new_tokens": 16, "max_length": 128, "stop_tokens": []}
     with jax.default_matmul_precision("highest"):
         sky = [EXPECTED["prompt_tokens"]]
         got = models.complete(model, tokenizer, sky, speculate=4, **options)
-        assert list(got.tokens[0]) == EXPECTED["tokens"][:24]
-        copy = [tokenizer.encode_chat([{"role": "user", "content": LIST}])]
-        got = models.complete(model, tokenizer, copy, speculate=4, **options)
-        assert got.tokens == models.complete(model, tokenizer, copy, **options).tokens
-    assert got.stats.accepted > 12
-    assert got.stats.decode_steps < 12
+        assert list(got.tokens[0]) == EXPECTED["tokens"][:16]
+        fruit = "apple, pear, plum, apple, pear, plum, apple, pear,"
+        got = models.complete(model, tokenizer, fruit, speculate=4, **options)
+        assert got.tokens == models.complete(model, tokenizer, fruit, **options).tokens
+    assert got.stats.accepted > 8
+    assert got.stats.decode_steps < 8

@@ -48,8 +48,7 @@ def free(loaded):
     return complete(*loaded, PROMPTS, **OPTIONS)
 
 
-@pytest.mark.parametrize("while_loop", [False, True])
-@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize(("while_loop", "speculate"), [(False, 0), (True, 0), (False, 3)])
 def test_a_row_ends_before_its_stop_string_and_leaves_the_others(
     while_loop, speculate, loaded, free
 ):
@@ -89,9 +88,7 @@ def test_what_may_become_a_stop_string_is_not_streamed(loaded, free):
 @pytest.mark.parametrize("while_loop", [False, True])
 def test_decoding_ends_when_all_rows_have_stopped(while_loop, loaded, free):
     strings = [text[2:4] for text in free.texts]
-    got = complete(
-        *loaded, PROMPTS, stop_strings=strings, while_loop=while_loop, **OPTIONS
-    )
+    got = complete(*loaded, PROMPTS, stop_strings=strings, while_loop=while_loop, **OPTIONS)
     assert got.finish_reasons == ("stop",) * 3
     assert got.stats.decode_steps < 16
     assert got.texts == tuple(cut(text, strings) for text in free.texts)
