@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from directkv_jax import KVCache
 from directkv_jax.models.graph import split
@@ -79,7 +80,7 @@ def decode_loop(
             model, cache, state, sampling=sampling, implementation=implementation,
             logprobs=logprobs, speculate=speculate,
         )  # fmt: skip
-        all_chosen = jax.tree.map(lambda all, new: all.at[step].set(new), all_chosen, chosen)
+        all_chosen = jax.tree.map(lambda array, new: array.at[step].set(new), all_chosen, chosen)
         return step + 1, cache, state, all_chosen
 
     shape = (steps, cache.batch, 1 + speculate)
@@ -144,11 +145,23 @@ class Decoder:
 
     def compile(
         self, tokens, lengths, chunks: Sequence[int], cache: KVCache, state: DecodeState,
-        loop_steps: int = 0,
+        loop_steps: int = 0, stops: bool = False,
     ) -> None:  # fmt: skip
-        """Compiles what the calls below will need for these shapes; runs no layer."""
+        """Compiles what the calls below will need for these shapes; runs no layer.
+
+        Args:
+          tokens: as `prefill`.
+          lengths: as there.
+          chunks: as there.
+          cache: as there.
+          state: as there.
+          loop_steps: of `loop`, which is then called instead of `step`.
+          stops: whether `stop` is called too.
+        """
         last = self._reader.compile(tokens, lengths, chunks, cache)
         _first.lower(*self._model, last, state, **self._choice).compile()
+        if stops:
+            _stop.lower(state, np.zeros(cache.batch, bool)).compile()
         if loop_steps:
             _loop.lower(*self._model, cache, state, steps=loop_steps, **self._options).compile()
         else:

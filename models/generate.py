@@ -164,7 +164,7 @@ def _decode(
         options, clock.start = request.options, time.perf_counter()
         loop_steps = _loop_steps(options) if while_loop else 0
         prompts = (tokens, lengths, request.chunks)
-        decoder.compile(*prompts, cache, state, loop_steps)
+        decoder.compile(*prompts, cache, state, loop_steps, bool(options.stop_strings))
         clock.compiled = time.perf_counter()
         cache, state, chosen = decoder.prefill(*prompts, cache, state, options.on_progress)
         first = jax.device_get(chosen)

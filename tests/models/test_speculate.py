@@ -57,7 +57,7 @@ blocks = st.lists(st.integers(0, 271), min_size=1, max_size=5)
 prompts = st.tuples(blocks, st.integers(1, 6)).map(lambda drawn: drawn[0] * drawn[1])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=st.lists(prompts, min_size=3, max_size=3),
     new=st.integers(1, 50),

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from directkv_jax.models import Options, complete, stream
+from directkv_jax.models.decoding import Decoder, _stop
 from directkv_jax.models.stopping import StopStrings
 
 PROMPTS = ["hello", "a much longer prompt", "1"]
@@ -96,12 +97,24 @@ def test_decoding_ends_when_all_rows_have_stopped(while_loop, loaded, free):
 
 def test_stopped_rows_stop_on_the_device(loaded, free, monkeypatch):
     told = []
-    stop = "directkv_jax.models.decoding._stop"
-    monkeypatch.setattr(stop, lambda state, rows: told.append(rows.tolist()) or state)
+    stop = Decoder.stop
+    monkeypatch.setattr(
+        Decoder, "stop", lambda *call: (told.append(call[2].tolist()), stop(*call))[1]
+    )
     complete(*loaded, PROMPTS, stop_strings=[free.texts[0][:2]], **OPTIONS)
     stopped = [cut(text, [free.texts[0][:2]]) is not None for text in free.texts]
     assert told[-1] == stopped
     assert len(told) == len(set(map(str, told)))  # each time for a new row
+
+
+def test_nothing_is_compiled_once_text_comes(loaded, free, compilations):
+    _stop.clear_cache()
+    pieces = stream(*loaded, PROMPTS, stop_strings=[free.texts[0][3:5]], **OPTIONS)
+    next(pieces)
+    before = compilations()
+    *_, last = pieces
+    assert "stop" in last.finish_reasons
+    assert compilations() == before
 
 
 def test_an_unfinished_stop_string_is_shown_at_the_end(loaded, free):
