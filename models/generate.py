@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from directkv_jax import memory
 from directkv_jax.models.cache import ModelCache
-from directkv_jax.models.decoding import NOTHING, Decoder, DecodeState
+from directkv_jax.models.collector import Collector
+from directkv_jax.models.decoding import Decoder
 from directkv_jax.models.request import Options, Prompts, Request, prepare
-from directkv_jax.models.result import Collector, Generation, Piece, Stats
-from directkv_jax.models.sampling import row_keys
-from directkv_jax.models.sizes import bucket
+from directkv_jax.models.result import Generation, Piece, Stats
+from directkv_jax.models.sizes import SMALLEST_BUCKET, bucket
+from directkv_jax.models.state import Chosen, DecodeState, initial_state
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
@@ -62,7 +63,7 @@ def complete(
       prompts: as `generate`.
       while_loop: decode in one compiled `lax.while_loop` that does not return to Python for each
         token; the tokens are the same. `max_new_tokens`, rounded up to a power of two, is then
-        part of what is compiled.
+        part of what is compiled. With stop strings it does return, after every 16 steps.
       **options: as `Options`.
 
     Raises:
@@ -80,8 +81,8 @@ def stream(
     """Yields a `Piece` for every bit of text as it comes, and a `Generation` at the end.
 
     Only the sizes of the chunks that the prompts are read in (the last one is a power of two), the
-    batch, the size of the cache and `sampling` are compiled in: no step compiles again. The cache
-    is freed when the iterator ends or is closed.
+    batch, the size of the cache, `sampling`, `logprobs` and `speculate` are compiled in: no step
+    compiles again. The cache is freed when the iterator ends or is closed.
 
     Args:
       model: from `load`.
@@ -111,13 +112,18 @@ def _run(
     model: Transformer, tokenizer: Tokenizer, request: Request, while_loop: bool
 ) -> Generator[Piece | Generation, None, None]:
     options, batch = request.options, len(request.lengths)
-    collector = Collector(tokenizer, batch, options.max_new_tokens, request.stop_tokens)
-    decoder = Decoder(model, options.sampling, options.implementation)
-    cache = model.create_cache(
-        batch, request.max_length, page_size=options.page_size, placement=options.placement
+    collector = Collector(tokenizer, request)
+    decoder = Decoder(
+        model, options.sampling, options.implementation, options.logprobs, options.speculate
     )
+    cache = model.create_cache(
+        batch, request.max_length, page_size=options.page_size, placement=options.placement,
+        rollback=options.speculate,
+    )  # fmt: skip
+    state = initial_state(request, model.config.vocab_size, cache.max_length)
     kv_bytes, clock, first_tokens = (cache.host_bytes, cache.device_bytes), _Clock(), None
-    with contextlib.closing(_decode(request, decoder, cache, clock, while_loop)) as steps:
+    steps = _decode(request, decoder, cache, state, clock, collector.halted, while_loop)
+    with contextlib.closing(steps):
         for chosen in steps:
             now, before = time.perf_counter(), collector.count
             pieces = collector.take(chosen)
@@ -138,41 +144,53 @@ def _run(
             tokens_per_s=later / (clock.last - clock.first) if later else 0.0,
             kv_bytes_host=kv_bytes[0],
             kv_bytes_device=kv_bytes[1],
+            decode_steps=collector.steps - 1,
+            drafted=collector.drafted,
+            accepted=collector.accepted,
         )
     )
 
 
 def _decode(
-    request: Request, decoder: Decoder, cache: ModelCache, clock: _Clock, while_loop: bool
-) -> Generator[np.ndarray, None, None]:
-    """The tokens of each step, int32[B], until closed. Owns the cache and frees it."""
+    request: Request, decoder: Decoder, cache: ModelCache, state: DecodeState, clock: _Clock,
+    halted: np.ndarray, while_loop: bool,
+) -> Generator[Chosen, None, None]:  # fmt: skip
+    """What each step chose, in NumPy arrays, until closed. Owns the cache and frees it.
+
+    Rows of the mask `halted`, bool[B], are stopped on the device once they are set.
+    """
     try:
         # Committed like the pages: results of a step are, and a second type would compile again.
-        inputs = (request.tokens, request.lengths, _initial_state(request))
+        inputs = (request.tokens, request.lengths, state)
         tokens, lengths, state = jax.device_put(inputs, memory.beside(cache.parts[0].pages))
         options, clock.start = request.options, time.perf_counter()
-        loop_steps = bucket(options.max_new_tokens) if while_loop else 0
+        loop_steps = _loop_steps(options) if while_loop else 0
         prompts = (tokens, lengths, request.chunks)
-        decoder.compile(*prompts, cache, state, loop_steps)
+        decoder.compile(*prompts, cache, state, loop_steps, bool(options.stop_strings))
         clock.compiled = time.perf_counter()
         cache, state, chosen = decoder.prefill(*prompts, cache, state, options.on_progress)
-        first = np.asarray(chosen)
+        first = jax.device_get(chosen)
         clock.first = time.perf_counter()
         if options.on_progress:
             total = len(request.chunks) * cache.num_layers
             options.on_progress(total, total)
         yield first
 
-        if while_loop:
-            cache, state, chosen = decoder.loop(cache, state, loop_steps)
-            yield from np.asarray(chosen).T
-        pending = None
+        told, pending = np.zeros_like(halted), None
         while True:
+            if (halted & ~told).any():
+                told = halted.copy()
+                state = decoder.stop(state, told)
+            if while_loop:
+                cache, state, chosen = decoder.loop(cache, state, loop_steps)
+                yield from _unstack(jax.device_get(chosen), loop_steps)
+                continue
             # The next step is queued before this one's tokens are looked at, so that the device
-            # never waits for Python. Rows that stop in between stop on the device as well.
+            # never waits for Python. Rows that stop in between stop on the device as well; those
+            # that a stop string ends, one step later.
             cache, state, coming = decoder.step(cache, state)
             if pending is not None:
-                yield np.asarray(pending)
+                yield jax.device_get(pending)
             pending = coming
     finally:
         # Unless an error came between donation and assignment; then Python frees it.
@@ -181,16 +199,11 @@ def _decode(
             cache.delete()
 
 
-def _initial_state(request: Request) -> DecodeState:
-    batch = len(request.lengths)
-    # Padded, so that their number is not a shape.
-    stop = np.full(bucket(len(request.stop_tokens)), NOTHING, np.int32)
-    stop[: len(request.stop_tokens)] = request.stop_tokens
-    return DecodeState(
-        tokens=jnp.zeros(batch, jnp.int32),
-        keys=row_keys(request.options.seed, batch),
-        count=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, jnp.bool_),
-        limit=jnp.int32(request.options.max_new_tokens),
-        stop_tokens=jnp.asarray(stop),
-    )
+def _loop_steps(options: Options) -> int:
+    """Steps of one compiled loop: all, unless Python has to look for stop strings in between."""
+    return SMALLEST_BUCKET if options.stop_strings else bucket(options.max_new_tokens)
+
+
+def _unstack(chosen: Chosen, steps: int) -> Iterator[Chosen]:
+    for step in range(steps):
+        yield jax.tree.map(operator.itemgetter(step), chosen)

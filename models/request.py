@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from directkv_jax.models.sampling import GREEDY, Sampling
-from directkv_jax.models.sizes import capacity, chunk_sizes, chunk_tokens
+from directkv_jax.models.sizes import CPU_CHUNK, capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
@@ -29,8 +30,22 @@ class Options:
       max_length: tokens, of prompt and answer, that the cache holds for each row; rounded up to
         whole pages. None makes it large enough. A row that outgrows it stops with "overflow".
       sampling: how tokens are chosen; greedy by default. Another value compiles anew.
-      seed: of the random choices. A row draws the same whatever the other rows are.
+      seed: of the random choices. An int seeds row i by its index: it draws the same whatever the
+        other rows are. A sequence has a seed for each row: it draws the same alone, with that seed,
+        and anywhere in a batch. Both up to the rounding of the logits.
       stop_tokens: tokens that end an answer; None takes the tokenizer's. They are not returned.
+      stop_strings: texts that end an answer as soon as it contains one; the text is cut before it.
+        What may become one is held back from a stream. `Generation.tokens` keeps the tokens up to
+        and with the one that completed it. Special tokens have no text: see `stop_tokens`.
+      logprobs: whether to return the natural logarithm of each token's probability in
+        `Generation.logprobs`. It is that of the model itself: float32 log-softmax of its logits,
+        before penalty, temperature and filters.
+      speculate: most tokens that a step drafts (prompt-lookup decoding): what followed the last 3,
+        2 or 1 tokens of the row where they stood before. One call of the model reads the drafts,
+        and those that equal its own choices are kept, so the tokens are the same. A call of several
+        tokens may round otherwise, so that near ties fall otherwise in 16-bit dtypes. It saves time
+        where reading weights and cache takes most of a step, and costs time where multiplying does,
+        as on a CPU. Greedy alone; 0 is off. Another value compiles anew.
       placement: where keys and values live, "host" or "device".
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.
@@ -40,7 +55,7 @@ class Options:
         same up to rounding.
       prefill_bytes: device memory, in bytes, that the activations of one layer may take while the
         prompts are read (`sizes.layer_bytes`): the chunk is the largest power of two within it, and
-        16 tokens if even these are not.
+        16 tokens if even these are not. On a CPU it is 512 tokens at most.
       on_progress: called with (layers done, layers), both counted over all chunks, while the
         prompts are read.
     """
@@ -48,8 +63,11 @@ class Options:
     max_new_tokens: int = 128
     max_length: int | None = None
     sampling: Sampling = GREEDY
-    seed: int = 0
+    seed: int | Sequence[int] = 0
     stop_tokens: Sequence[int] | None = None
+    stop_strings: Sequence[str] = ()
+    logprobs: bool = False
+    speculate: int = 0
     placement: str = "host"
     implementation: str | None = None
     page_size: int = 64
@@ -64,14 +82,47 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"`seed` should be an int in [0, 2**32), but got {self.seed!r}.")
+        seeds = (self.seed,) if isinstance(self.seed, int) else self.seed
+        if not isinstance(seeds, Sequence) or not all(map(_is_seed, seeds)):
+            raise ValueError(
+                "`seed` should be an int in [0, 2**32), or one for each prompt, but got "
+                f"{self.seed!r}."
+            )
         if not isinstance(self.sampling, Sampling):
             raise TypeError(f"`sampling` should be a Sampling, but got {self.sampling!r}.")
+        self._check_stop_strings()
+        self._check_speculate()
         if self.placement not in ("host", "device"):
             raise ValueError(
                 f'`placement` should be "host" or "device", but got {self.placement!r}.'
             )
+
+    def _check_stop_strings(self) -> None:
+        strings = self.stop_strings
+        # A str is a sequence of str too, and would stop at each of its characters.
+        if isinstance(strings, str) or not isinstance(strings, Sequence):
+            raise TypeError(f"`stop_strings` should be a sequence of str, but got {strings!r}.")
+        if not all(isinstance(string, str) for string in strings):
+            raise TypeError(f"`stop_strings` should hold str alone, but got {strings!r}.")
+        if "" in strings:
+            raise ValueError(
+                "`stop_strings` should hold no empty string, which every text contains, but got "
+                f"{strings!r}."
+            )
+
+    def _check_speculate(self) -> None:
+        drafts = self.speculate
+        if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
+            raise ValueError(f"`speculate` should be an int, 0 or more, but got {drafts!r}.")
+        if drafts and not self.sampling.greedy:
+            raise ValueError(
+                f"`speculate` needs greedy sampling, but got temperature "
+                f"{self.sampling.temperature}. Leave out `speculate`, or set the temperature to 0."
+            )
+
+
+def _is_seed(value) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +153,15 @@ def prepare(
 
     Raises:
       TypeError: `prompts` is of another kind.
-      ValueError: a prompt is empty, longer than the cache or holds unknown ids.
+      ValueError: a prompt is empty, longer than the cache or holds unknown ids, or there is not one
+        seed for each.
     """
     rows = _encode(tokenizer, prompts)
+    if not isinstance(options.seed, int) and len(options.seed) != len(rows):
+        raise ValueError(
+            f"`seed` should be an int or have one for each of the {len(rows)} prompts, but has "
+            f"{len(options.seed)}."
+        )
     for index, row in enumerate(rows):
         _check_row(index, row, model.config.vocab_size, options)
     lengths = np.array([len(row) for row in rows], np.int32)
@@ -112,6 +169,8 @@ def prepare(
     chunk = options.prefill_chunk or chunk_tokens(
         model.config, model.dtype, len(rows), options.prefill_bytes
     )
+    if options.prefill_chunk is None and jax.default_backend() == "cpu":
+        chunk = min(chunk, CPU_CHUNK)
     chunks = chunk_sizes(longest, chunk)
     tokens = np.zeros((len(rows), sum(chunks)), np.int32)
     for index, row in enumerate(rows):

@@ -97,13 +97,35 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, help="draw from the k most probable tokens")
     add("--top-p", type=float, help="draw from the most probable tokens that make up p")
     add("--min-p", type=float, help="draw from tokens at least p times as probable as the first")
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides positive logits of tokens seen so far, multiplies negative ones (default: 1)",
+    )
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given again",
+    )
+    add(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draft up to N tokens a step from the text so far; greedy alone (default: 0, off)",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of weights and cache (default: float32 on a CPU, else bfloat16)",
     )
     add("--json", action="store_true", help="end with one line of JSON on stdout")
+    add("--logprobs", action="store_true", help="with --json: the log-probability of every token")
 
 
 def size(text: str) -> int:

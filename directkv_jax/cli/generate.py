@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ImportError(
             f"generating needs the package `{error.name}`. Install it with: {INSTALL_MODELS}"
         ) from error
+    if arguments.logprobs and not arguments.json:
+        raise ValueError("--logprobs goes into the line that --json writes; give both.")
     sampling, text = _sampling(models, arguments), _prompt(arguments)
     model, tokenizer = models.load(path, arguments.dtype)
     if arguments.raw:
@@ -43,6 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
             max_length=arguments.max_length,
             sampling=sampling,
             seed=arguments.seed,
+            stop_strings=arguments.stop,
+            logprobs=arguments.logprobs,
+            speculate=arguments.speculate,
             placement=arguments.kv,
             implementation=arguments.implementation,
             page_size=arguments.page_size,
@@ -97,7 +102,7 @@ def _sampling(models, arguments: argparse.Namespace):
         temperature = 1.0 if filtered else 0.0
     top_p = 1.0 if arguments.top_p is None else arguments.top_p
     min_p = arguments.min_p or 0.0
-    return models.Sampling(temperature, arguments.top_k, top_p, min_p)
+    return models.Sampling(temperature, arguments.top_k, top_p, min_p, arguments.repetition_penalty)
 
 
 class _PrefillBar:
@@ -125,9 +130,11 @@ class _PrefillBar:
 def _report(result, arguments: argparse.Namespace, model) -> None:
     stats = result.stats
     host, device = (_size(n) for n in (stats.kv_bytes_host, stats.kv_bytes_device))
+    drafts = f"{stats.accepted} of {stats.drafted} drafted tokens accepted; "
     print(
         f"[{stats.new_tokens} tokens, {result.finish_reasons[0]}; "
         f"first after {stats.ttft_s:.3f} s, then {stats.tokens_per_s:.1f} tokens/s; "
+        f"{drafts if arguments.speculate else ''}"
         f"compiled in {stats.compile_s:.1f} s; KV cache {host} host, {device} device]",
         file=sys.stderr,
     )
@@ -137,6 +144,7 @@ def _report(result, arguments: argparse.Namespace, model) -> None:
         "text": result.texts[0],
         "tokens": list(result.tokens[0]),
         "finish_reason": result.finish_reasons[0],
+        **({"logprobs": list(result.logprobs[0])} if arguments.logprobs else {}),
         **dataclasses.asdict(stats),
         "platform": jax.default_backend(),
         "implementation": arguments.implementation or _chosen(model, arguments.kv),

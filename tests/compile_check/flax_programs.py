@@ -16,7 +16,7 @@ import directkv_jax.nnx
 from compile_check import target
 from compile_check.programs import BATCH, LAYERS, MAX_LENGTH, Program
 from directkv_jax import models
-from directkv_jax.models import decoding, graph, reading, sampling
+from directkv_jax.models import decoding, graph, lookup, reading, sampling
 from directkv_jax.models.prefill import prompt_attention
 
 FEATURES, HEADS, KV_HEADS = 4096, 32, 8
@@ -46,6 +46,7 @@ def flax_programs() -> list[Program]:
             "every other layer with a window: decode step",
             functools.partial(_model_step, WINDOWS),
         ),
+        Program("Llama: decode step with drafts and penalty", _model_drafting_step),
         Program("Llama: decode step, nnx.jit", _model_nnx_jit),
         Program("Llama: while_loop of decode steps", _model_loop),
         Program(
@@ -105,6 +106,19 @@ def _model_step(config=LLAMA):
     model, cache = _model(mesh, config)
     with target.tracing_for_cuda():
         step = decoding._step.lower(*graph.split(model), cache, _state(mesh), **_OPTIONS)
+    return step, _on_host(cache)
+
+
+def _model_drafting_step():
+    mesh = target.h200()
+    model, cache = _model(mesh)
+    tokens = target.array(mesh, (BATCH, MAX_LENGTH + 1), jnp.int32)
+    history = lookup.History(tokens, target.array(mesh, (BATCH,), jnp.int32))
+    seen = target.array(mesh, (BATCH, LLAMA.vocab_size), jnp.bool_)
+    state = dataclasses.replace(_state(mesh), seen=seen, history=history)
+    options = {"sampling": sampling.Sampling(repetition_penalty=1.2), "implementation": None}
+    with target.tracing_for_cuda():
+        step = decoding._step.lower(*graph.split(model), cache, state, speculate=4, **options)
     return step, _on_host(cache)
 
 

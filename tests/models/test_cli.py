@@ -37,6 +37,22 @@ def test_json_and_figures(on_tiny, capsys):
         assert part in captured.err
 
 
+def test_penalty_stop_logprobs_and_drafts(on_tiny, capsys):
+    options = ("--json", "--repetition-penalty", "1.3", "--speculate", "2", "--logprobs")
+    assert on_tiny(*options) == 0
+    captured = capsys.readouterr()
+    free = json.loads(captured.out.splitlines()[-1])
+    assert len(free["logprobs"]) == len(free["tokens"]) > 1
+    assert max(free["logprobs"]) < 0
+    assert f"{free['accepted']} of {free['drafted']} drafted tokens accepted" in captured.err
+    stop = free["text"][1]
+    assert on_tiny(*options, "--stop", "no such text", "--stop", stop) == 0
+    stopped = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert stopped["text"] == free["text"].partition(stop)[0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["logprobs"] == free["logprobs"][: len(stopped["tokens"])]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -81,6 +97,10 @@ def test_seeds(on_tiny, capsys):
         (("--prefill-bytes", "0K"), "`prefill_bytes` should be a positive int"),
         (("--top-p", "2"), "`top_p` should be in (0, 1], but got 2.0"),
         (("--raw", "--prompt", ""), "has no tokens"),
+        (("--stop", ""), "`stop_strings` should hold no empty string"),
+        (("--logprobs",), "--logprobs goes into the line that --json writes; give both"),
+        (("--speculate", "2", "--top-k", "3"), "`speculate` needs greedy sampling"),
+        (("--repetition-penalty", "0"), "`repetition_penalty` should be a positive number"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments, message, on_tiny, capsys):

@@ -57,6 +57,12 @@ def test_seeds(loaded):
     first, second = draw(["hello", "hello"], 1)
     assert first != second
     assert draw(["hello", "other"], 1)[0] == first  # whatever the neighbour is
+    # With a seed for each row, wherever it is.
+    (alone,) = draw(["hello"], [2**32 - 1])
+    assert draw(["hello"], 2**32 - 1) == (alone,)
+    assert draw(["other", "hello"], [3, 2**32 - 1])[1] == alone
+    assert draw(["hello", "other"], [2**32 - 1, 3])[0] == alone
+    assert draw(["other", "hello"], 2**32 - 1)[1] != alone
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
@@ -129,6 +135,8 @@ def test_progress_and_stats(loaded):
     assert seen == [(0, 2), (1, 2), (2, 2)]
     assert got.stats.new_tokens == sum(map(len, got.tokens))
     assert got.stats.prompt_tokens == sum(len(loaded[1].encode(p)) for p in PROMPTS)
+    assert got.stats.decode_steps == 4
+    assert got.logprobs is None
     assert got.stats.ttft_s > 0
     assert got.stats.tokens_per_s > 0
     one = complete(*loaded, "hello", max_new_tokens=1)
@@ -143,7 +151,7 @@ def test_progress_and_stats(loaded):
         ([[1, 272]], {}, r"token ids in \[0, 272\), but got 1 .. 272"),
         ("hello", {"max_new_tokens": 0}, "`max_new_tokens` should be a positive int, but got 0"),
         ("hello", {"max_length": -1}, "`max_length` should be a positive int, but got -1"),
-        ("hello", {"seed": -1}, r"`seed` should be an int in \[0, 2\*\*32\), but got -1"),
+        ("hello", {"seed": -1}, r"`seed` should be an int in \[0, 2\*\*32\), .*, but got -1"),
         ("hello", {"placement": "disk"}, '`placement` should be "host" or "device"'),
         ("hello", {"page_size": 17}, "`page_size` should be a multiple of 16"),
         ("hello", {"implementation": "magic"}, "`implementation` should be None or one of"),

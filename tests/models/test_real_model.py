@@ -117,3 +117,17 @@ def write_folder(folder: Path, tokenizer) -> None:
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
+
+
+def test_speculation(real_model):
+    model, tokenizer = real_model
+    options = {"max_new_tokens": 16, "max_length": 128, "stop_tokens": []}
+    with jax.default_matmul_precision("highest"):
+        sky = [EXPECTED["prompt_tokens"]]
+        got = models.complete(model, tokenizer, sky, speculate=4, **options)
+        assert list(got.tokens[0]) == EXPECTED["tokens"][:16]
+        fruit = "apple, pear, plum, apple, pear, plum, apple, pear,"
+        got = models.complete(model, tokenizer, fruit, speculate=4, **options)
+        assert got.tokens == models.complete(model, tokenizer, fruit, **options).tokens
+    assert got.stats.accepted > 8
+    assert got.stats.decode_steps < 8
