@@ -8,7 +8,6 @@ import functools
 import importlib
 import re
 
-import jax
 import pages
 import pytest
 
@@ -30,8 +29,6 @@ def page(name):
 
 @pytest.mark.parametrize("name", WITH_PYTHON[:2])
 def test_page_runs(name, tmp_path, monkeypatch):
-    if name == "jit" and len(jax.devices()) < 2:
-        pytest.skip("the page splits a cache over two devices")
     monkeypatch.chdir(tmp_path)
     pages.run(page(name))
 
