@@ -55,7 +55,7 @@ def save(
     for name, cache in caches.items():
         small |= {
             f"{name}.lengths": np.asarray(cache.lengths),
-            f"{name}.counts": np.int32([len(ids) for ids in tables[name]]),
+            f"{name}.counts": np.asarray([len(ids) for ids in tables[name]], np.int32),
             f"{name}.overflowed": np.asarray(cache.overflowed),
         }
         if cache.written is not None:

@@ -41,7 +41,7 @@ def generate(
       **options: as `Options`.
 
     Raises:
-      As `stream`.
+      TypeError, ValueError, NotImplementedError, MemoryError: as `stream`.
     """
     texts = complete(model, tokenizer, prompts, **options).texts
     return texts[0] if isinstance(prompts, str) else list(texts)
@@ -67,7 +67,7 @@ def complete(
       **options: as `Options`.
 
     Raises:
-      As `stream`.
+      TypeError, ValueError, NotImplementedError, MemoryError: as `stream`.
     """
     request = prepare(model, tokenizer, prompts, Options(**options))
     *_, generation = _run(model, tokenizer, request, while_loop)

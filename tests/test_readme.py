@@ -1,19 +1,17 @@
 """The Python in README.md runs as it stands."""
 
-import pathlib
-import re
+from __future__ import annotations
 
 import jax
+import pages
 import pytest
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+BLOCKS = pages.blocks(pages.ROOT / "README.md", "python")
 
 
-@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_block_runs(code):
-    names = {}
-    exec(compile(code, str(README), "exec"), names)
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_block_runs(block):
+    names = block.run({})
     assert names["out"].ndim >= 3
     assert bool(jax.numpy.isfinite(names["out"]).all())
 
