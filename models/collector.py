@@ -38,6 +38,10 @@ class Collector:
         """Tokens over all rows."""
         return sum(len(row.tokens) for row in self._rows)
 
+    def tokens(self, row: int) -> list[int]:
+        """The answer of a row so far."""
+        return self._rows[row].tokens
+
     def take(self, chosen: Chosen) -> list[Piece]:
         """The text that one step adds; `chosen` in NumPy arrays."""
         self.steps += 1

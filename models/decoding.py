@@ -145,7 +145,7 @@ class Decoder:
 
     def compile(
         self, tokens, lengths, chunks: Sequence[int], cache: ModelCache, state: DecodeState,
-        loop_steps: int = 0, stops: bool = False,
+        loop_steps: int = 0, stops: bool = False, continues: bool = False,
     ) -> None:  # fmt: skip
         """Compiles what the calls below will need for these shapes; runs no layer.
 
@@ -157,8 +157,9 @@ class Decoder:
           state: as there.
           loop_steps: of `loop`, which is then called instead of `step`.
           stops: whether `stop` is called too.
+          continues: as `prefill`.
         """
-        last = self._reader.compile(tokens, lengths, chunks, cache)
+        last = self._reader.compile(tokens, lengths, chunks, cache, continues)
         _first.lower(*self._model, last, state, **self._choice).compile()
         if stops:
             _stop.lower(state, np.zeros(cache.batch, bool)).compile()
@@ -169,10 +170,10 @@ class Decoder:
 
     def prefill(
         self, tokens, lengths, chunks: Sequence[int], cache: ModelCache, state: DecodeState,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None, continues: bool = False,
     ) -> tuple[ModelCache, DecodeState, Chosen]:  # fmt: skip
         """`PromptReader.read`, and the first tokens. Consumes `cache`."""
-        last, cache = self._reader.read(tokens, lengths, chunks, cache, on_progress)
+        last, cache = self._reader.read(tokens, lengths, chunks, cache, on_progress, continues)
         state, chosen = _first(*self._model, last, state, **self._choice)
         return cache, state, chosen
 

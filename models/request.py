@@ -130,12 +130,13 @@ class Request:
     """Prompts ready for the device.
 
     Attributes:
-      tokens: int32[B, sum of `chunks`], padded with 0.
+      tokens: int32[B, `cached` + sum of `chunks`], padded with 0.
       lengths: int32[B], tokens of each prompt.
       chunks: how many tokens of each prompt are read at once, chunk by chunk.
       max_length: tokens each row of the cache should hold.
       stop_tokens: what ends an answer.
       options: the rest.
+      cached: how many tokens of each prompt are in the cache already.
     """
 
     tokens: np.ndarray
@@ -144,12 +145,20 @@ class Request:
     max_length: int
     stop_tokens: tuple[int, ...]
     options: Options
+    cached: int = 0
 
 
 def prepare(
-    model: Transformer, tokenizer: Tokenizer, prompts: Prompts, options: Options
+    model: Transformer, tokenizer: Tokenizer, prompts: Prompts, options: Options, cached: int = 0
 ) -> Request:
     """Encodes and pads prompts, and chooses the size of the cache.
+
+    Args:
+      model: the model.
+      tokenizer: of the model.
+      prompts: as of `generate`.
+      options: how to continue them.
+      cached: tokens of each prompt that a cache has already; fewer than any prompt has.
 
     Raises:
       TypeError: `prompts` is of another kind.
@@ -171,14 +180,14 @@ def prepare(
     )
     if options.prefill_chunk is None and jax.default_backend() == "cpu":
         chunk = min(chunk, CPU_CHUNK)
-    chunks = chunk_sizes(longest, chunk)
-    tokens = np.zeros((len(rows), sum(chunks)), np.int32)
+    chunks = chunk_sizes(longest - cached, chunk)
+    tokens = np.zeros((len(rows), cached + sum(chunks)), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
     # The last token is chosen but never put into the cache.
     needed = options.max_length or capacity(longest + options.max_new_tokens - 1)
-    return Request(tokens, lengths, chunks, needed, tuple(map(int, stop)), options)
+    return Request(tokens, lengths, chunks, needed, tuple(map(int, stop)), options, cached)
 
 
 def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:

@@ -24,6 +24,7 @@ class Stats:
 
     Attributes:
       prompt_tokens: over all rows.
+      cached_tokens: those of them that were in the cache already and not read again.
       prefill_chunk: tokens of each prompt read at once, padding included; the last may be fewer.
       prefill_chunks: how often that was.
       new_tokens: over all rows.
@@ -38,6 +39,7 @@ class Stats:
     """
 
     prompt_tokens: int
+    cached_tokens: int
     prefill_chunk: int
     prefill_chunks: int
     new_tokens: int

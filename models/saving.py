@@ -1,0 +1,97 @@
+"""The cache of a model in a file, with the tokens it is of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from directkv_jax import saving
+from directkv_jax.models.cache import ModelCache
+from directkv_jax.models.transformer import Transformer
+
+
+def save(
+    path: str | os.PathLike, cache: ModelCache, model: Transformer, tokens: Sequence[int]
+) -> None:
+    """Writes a cache of one row.
+
+    Args:
+      path: of the file; replaced if it exists.
+      cache: of one row. What it holds beyond `tokens` is not meant.
+      model: whose keys and values they are.
+      tokens: that the row holds.
+
+    Raises:
+      ValueError: the cache was donated away or deleted.
+      OSError: the file cannot be written.
+    """
+    caches = {f"part{index}": part for index, part in enumerate(cache.parts)}
+    saving.save(
+        path, caches, {"model": fingerprint(model)}, {"tokens": np.asarray(tokens, np.int32)}
+    )
+
+
+def load(
+    path: str | os.PathLike, model: Transformer, *, max_length: int | None = None,
+    placement: str | None = None,
+) -> tuple[ModelCache, tuple[int, ...]]:  # fmt: skip
+    """(the cache, the tokens it holds).
+
+    Args:
+      path: of the file.
+      model: the same model as when it was saved.
+      max_length: tokens the row can hold; None: as many as before.
+      placement: of the layers that keep all tokens; None: where they were.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is damaged or of another model, or the RoPE of the model depends on the
+        length of the cache and would be another.
+      MemoryError: the memory for the cache cannot be had.
+    """
+    saved = saving.Saved(path)
+    if saved.metadata.get("model") != fingerprint(model):
+        raise ValueError(
+            f"{path} holds keys and values of another model, or of the same one in another dtype. "
+            "Load the model that it was saved with."
+        )
+    descriptions = [saved.description(f"part{index}") for index in range(len(model.config.parts))]
+    before = descriptions[0]["max_length"]
+    _check_rope(model, before, max_length or before)
+    parts = [
+        saved.load(
+            f"part{index}", max_length=max_length,
+            placement=placement if known["window"] is None else None,
+        )
+        for index, known in enumerate(descriptions)
+    ]  # fmt: skip
+    tokens = tuple(saved.array("tokens").tolist())
+    cache = ModelCache(tuple(parts))
+    # A window also keeps what was taken back; the row is as long as its tokens.
+    return cache.truncate(len(tokens)), tokens
+
+
+def _check_rope(model: Transformer, before: int, after: int) -> None:
+    for layer in model.config.layers:
+        if layer.rope is None:
+            continue
+        old, new = (layer.rope.resolve(layer.head_dim, length) for length in (before, after))
+        if old != new:
+            raise ValueError(
+                f"The RoPE of this model depends on the length of the cache, and the saved keys "
+                f"are for {before} tokens. Load them with max_length={before}."
+            )
+
+
+def fingerprint(model: Transformer) -> str:
+    """What tells models apart whose caches look alike: shapes, dtype, and some of the weights."""
+    config = model.config
+    digest = hashlib.sha256(repr((config.parts, config.hidden_size, model.dtype.name)).encode())
+    kernels = [model.layers[i].attention.qkv_proj.kernel[...][:1] for i in (0, -1)]
+    for array in (model.embed.tokens.embedding[...][:4], *kernels):
+        digest.update(np.asarray(jax.device_get(array)).tobytes())
+    return digest.hexdigest()

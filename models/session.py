@@ -1,0 +1,174 @@
+"""A text that goes on: its tokens stay in the cache, and are not read again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from directkv_jax.models import saving
+from directkv_jax.models.request import Options, prepare
+from directkv_jax.models.result import Generation, Piece
+from directkv_jax.models.running import Run
+from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.transformer import Transformer
+
+# Of the cache, and so not of one call.
+_OF_THE_SESSION = ("max_length", "placement", "page_size")
+
+
+class Session:
+    """One row in a cache that is kept from call to call.
+
+    A prompt is given whole each time, with all that came before it: what of it begins as the
+    cache does is not read again, what differs is taken back first. So a conversation costs only
+    what is new of it, and a question can be asked again with another wording.
+
+    Example::
+
+      with Session(model, tokenizer, max_length=8192) as session:
+          for piece in session.stream(document + question, max_new_tokens=64):
+              ...
+          for piece in session.stream(document + another_question):
+              ...
+
+    Args:
+      model: from `load`.
+      tokenizer: from `load`.
+      max_length: tokens, of prompt and answer, that the cache holds.
+      placement: where keys and values live, "host" or "device".
+      page_size: tokens per page of the cache.
+      rollback: tokens that layers of a sliding window can take back; beyond it a prompt is read
+        anew. At least `speculate`.
+
+    Raises:
+      ValueError, TypeError: a size is wrong.
+      MemoryError: the memory for the cache cannot be had.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, *, max_length: int,
+        placement: str = "host", page_size: int = 64, rollback: int = 64,
+    ):  # fmt: skip
+        self.model, self.tokenizer = model, tokenizer
+        self._rollback = rollback
+        self.cache = model.create_cache(
+            1, max_length, page_size=page_size, placement=placement, rollback=rollback
+        )
+        self.tokens: tuple[int, ...] = ()  # in the cache
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the cache."""
+        if not self.cache.is_deleted():
+            self.cache.delete()
+        self.tokens = ()
+
+    def stream(
+        self, prompt: str | Sequence[int], **options: Any
+    ) -> Generator[Piece | Generation, None, None]:
+        """Continues a prompt, as `models.stream` does.
+
+        The answer is in the cache afterwards, also of a stream that was closed before its end.
+
+        Args:
+          prompt: a text or token ids, from its beginning on.
+          **options: as `Options`, but for those of the cache.
+
+        Raises:
+          As `models.stream`; ValueError too if the session is closed.
+        """
+        if given := [name for name in _OF_THE_SESSION if name in options]:
+            raise ValueError(f"`{given[0]}` is an option of the Session, not of one call.")
+        if self.cache.is_deleted():
+            raise ValueError("This session is closed, or an error lost its cache. Make a new one.")
+        part = self.cache.parts[0]
+        known = Options(max_length=self.cache.max_length, page_size=part.page_size, **options)
+        if known.speculate > self._rollback:
+            raise ValueError(
+                f"`speculate` should be at most the `rollback` of the session, {self._rollback}, "
+                f"but got {known.speculate}."
+            )
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request = prepare(self.model, self.tokenizer, [ids], known)  # raises before it takes back
+        cached = self._rewind(ids)
+        if cached:
+            request = prepare(self.model, self.tokenizer, [ids], known, cached)
+        return self._run(Run(self.model, self.tokenizer, request, self.cache), ids)
+
+    def complete(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """`stream`, and the `Generation` at its end."""
+        *_, generation = self.stream(prompt, **options)
+        assert isinstance(generation, Generation)
+        return generation
+
+    def _run(self, run: Run, ids: list[int]) -> Generator[Piece | Generation, None, None]:
+        try:
+            yield from run
+        finally:
+            self.cache, self.tokens = run.cache, ()
+            if not self.cache.is_deleted():
+                length = int(self.cache.lengths[0])
+                # Of an answer that a text stopped, the cache may hold more; it is taken back later.
+                self.tokens = (*ids, *run.collector.tokens(0))[:length]
+
+    def _rewind(self, ids: Sequence[int]) -> int:
+        """Takes back what the cache holds beyond its common beginning with `ids`; its length.
+
+        One token at least is left to read: what follows the last one is asked for.
+        """
+        same = 0
+        for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        if same and not bool(self.cache.overflowed[0]):
+            try:
+                self.cache = self.cache.truncate(same)
+                self.tokens = self.tokens[:same]
+                return same
+            except ValueError:  # further back than a window reaches
+                pass
+        self.cache, self.tokens = self.cache.reset(), ()
+        return 0
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the tokens, and their keys and values, into a file.
+
+        Raises:
+          ValueError: the session is closed.
+          OSError: the file cannot be written.
+        """
+        saving.save(path, self.cache, self.model, self.tokens)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, model: Transformer, tokenizer: Tokenizer, *,
+        max_length: int | None = None, placement: str | None = None,
+    ) -> Session:  # fmt: skip
+        """A saved session, to go on with.
+
+        Args:
+          path: of the file.
+          model: that the session was of.
+          tokenizer: from `models.load`.
+          max_length: tokens that the cache holds; None: as many as before.
+          placement: "host" or "device"; None: where it was.
+
+        Raises:
+          FileNotFoundError, ValueError: the file is absent, damaged, or of another model.
+          MemoryError: the memory for the cache cannot be had.
+        """
+        session = cls.__new__(cls)
+        session.model, session.tokenizer = model, tokenizer
+        session.cache, session.tokens = saving.load(
+            path, model, max_length=max_length, placement=placement
+        )
+        windows = [part.rollback for part in session.cache.parts if part.window is not None]
+        session._rollback = min(windows, default=1 << 30)
+        return session
