@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
 Message = Mapping[str, str]
+_MESSAGES = "messages"  # of the metadata of a saved session
 
 
 def chat(
@@ -74,6 +77,29 @@ class Chat:
         said: Message = {"role": "user", "content": text}
         ids = self.session.tokenizer.encode_chat([*self.messages, said])
         return self._answer(said, self.session.stream(ids, **options))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the messages and the cache into a file.
+
+        Raises:
+          ValueError, OSError: as `Session.save`.
+        """
+        self.session.save(path, {_MESSAGES: json.dumps(self.messages)})
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, model: Transformer, tokenizer: Tokenizer, **options: Any
+    ) -> Chat:
+        """A saved chat, to go on with; arguments and errors as `Session.load`.
+
+        Raises:
+          ValueError: the file holds no chat.
+        """
+        session = Session.load(path, model, tokenizer, **options)
+        if _MESSAGES not in session.metadata:
+            session.close()
+            raise ValueError(f"{path} holds a session, but no chat.")
+        return cls(session, messages=json.loads(session.metadata[_MESSAGES]))
 
     def _answer(self, said: Message, stream: Generator) -> Generator:
         answer, began = "", False

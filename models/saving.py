@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -15,8 +15,9 @@ from directkv_jax.models.transformer import Transformer
 
 
 def save(
-    path: str | os.PathLike, cache: ModelCache, model: Transformer, tokens: Sequence[int]
-) -> None:
+    path: str | os.PathLike, cache: ModelCache, model: Transformer, tokens: Sequence[int],
+    metadata: Mapping[str, str],
+) -> None:  # fmt: skip
     """Writes a cache of one row.
 
     Args:
@@ -24,6 +25,7 @@ def save(
       cache: of one row. What it holds beyond `tokens` is not meant.
       model: whose keys and values they are.
       tokens: that the row holds.
+      metadata: texts to keep beside them.
 
     Raises:
       ValueError: the cache was donated away or deleted.
@@ -31,15 +33,16 @@ def save(
     """
     caches = {f"part{index}": part for index, part in enumerate(cache.parts)}
     saving.save(
-        path, caches, {"model": fingerprint(model)}, {"tokens": np.asarray(tokens, np.int32)}
-    )
+        path, caches, {**metadata, "model": fingerprint(model)},
+        {"tokens": np.asarray(tokens, np.int32)},
+    )  # fmt: skip
 
 
 def load(
     path: str | os.PathLike, model: Transformer, *, max_length: int | None = None,
     placement: str | None = None,
-) -> tuple[ModelCache, tuple[int, ...]]:  # fmt: skip
-    """(the cache, the tokens it holds).
+) -> tuple[ModelCache, tuple[int, ...], dict[str, str]]:  # fmt: skip
+    """(the cache, the tokens it holds, the metadata).
 
     Args:
       path: of the file.
@@ -72,7 +75,7 @@ def load(
     tokens = tuple(saved.array("tokens").tolist())
     cache = ModelCache(tuple(parts))
     # A window also keeps what was taken back; the row is as long as its tokens.
-    return cache.truncate(len(tokens)), tokens
+    return cache.truncate(len(tokens)), tokens, saved.metadata
 
 
 def _check_rope(model: Transformer, before: int, after: int) -> None:

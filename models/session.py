@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from directkv_jax.models import saving
@@ -41,6 +41,11 @@ class Session:
       rollback: tokens that layers of a sliding window can take back; beyond it a prompt is read
         anew. At least `speculate`.
 
+    Attributes:
+      cache: a `ModelCache` of one row.
+      tokens: that it holds.
+      metadata: texts that were saved with it.
+
     Raises:
       ValueError, TypeError: a size is wrong.
       MemoryError: the memory for the cache cannot be had.
@@ -56,6 +61,7 @@ class Session:
             1, max_length, page_size=page_size, placement=placement, rollback=rollback
         )
         self.tokens: tuple[int, ...] = ()  # in the cache
+        self.metadata: dict[str, str] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -137,14 +143,18 @@ class Session:
         self.cache, self.tokens = self.cache.reset(), ()
         return 0
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike, metadata: Mapping[str, str] | None = None) -> None:
         """Writes the tokens, and their keys and values, into a file.
+
+        Args:
+          path: of the file; replaced if it exists.
+          metadata: texts to keep beside them; `metadata` of what `load` returns.
 
         Raises:
           ValueError: the session is closed.
           OSError: the file cannot be written.
         """
-        saving.save(path, self.cache, self.model, self.tokens)
+        saving.save(path, self.cache, self.model, self.tokens, metadata or {})
 
     @classmethod
     def load(
@@ -166,7 +176,7 @@ class Session:
         """
         session = cls.__new__(cls)
         session.model, session.tokenizer = model, tokenizer
-        session.cache, session.tokens = saving.load(
+        session.cache, session.tokens, session.metadata = saving.load(
             path, model, max_length=max_length, placement=placement
         )
         windows = [part.rollback for part in session.cache.parts if part.window is not None]

