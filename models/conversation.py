@@ -34,7 +34,7 @@ def chat(
 
     Raises:
       ValueError: the tokenizer has no chat template, or the template refuses the messages.
-      As `models.stream`.
+      TypeError, NotImplementedError, MemoryError: as `stream`.
     """
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.sampling import GREEDY, Sampling
 from directkv_jax.models.sizes import CPU_CHUNK, capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
@@ -186,7 +188,9 @@ def prepare(
         tokens[index, : len(row)] = row
     stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
     # The last token is chosen but never put into the cache.
-    needed = options.max_length or capacity(longest + options.max_new_tokens - 1)
+    reached = longest + options.max_new_tokens - 1
+    needed = options.max_length or capacity(reached)
+    _check_context(model.config, min(reached, needed))
     return Request(tokens, lengths, chunks, needed, tuple(map(int, stop)), options, cached)
 
 
@@ -202,6 +206,26 @@ def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
         "`prompts` should be a str, a non-empty list of str or a list of lists of token ids, "
         f"but got {prompts!r:.80}."
     )
+
+
+def _check_context(config: ModelConfig, reached: int) -> None:
+    """Warns of texts longer than those of the training; learned positions end there."""
+    if config.learned_positions:
+        positions = config.learned_positions - config.position_offset
+        if reached > positions:
+            raise ValueError(
+                f"prompt and answer may grow to {reached} tokens, but this model has positions for "
+                f"{positions}. Shorten the prompt or lower `max_new_tokens`."
+            )
+    if reached > (longest := config.max_position_embeddings):
+        ropes = (dict(layer.rope.scaling) for layer in config.layers if layer.rope)
+        kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes} - {None, "default"}
+        scaling = f"scaled: {', '.join(sorted(kinds))}" if kinds else "not scaled"
+        warnings.warn(
+            f"prompt and answer may grow to {reached} tokens, more than the {longest} that this "
+            f"model was made for (max_position_embeddings; its RoPE is {scaling}).",
+            stacklevel=4,
+        )
 
 
 def _check_row(index: int, row: list[int], vocabulary: int, options: Options) -> None:

@@ -87,7 +87,7 @@ class Session:
           **options: as `Options`, but for those of the cache.
 
         Raises:
-          As `models.stream`; ValueError too if the session is closed.
+          TypeError, ValueError, NotImplementedError: as `models.stream`, or the session is closed.
         """
         if given := [name for name in _OF_THE_SESSION if name in options]:
             raise ValueError(f"`{given[0]}` is an option of the Session, not of one call.")

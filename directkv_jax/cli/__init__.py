@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -38,6 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `directkv`. Returns the exit status: 0, 2 for bad input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(argv)
+    plain, warnings.formatwarning = warnings.formatwarning, _one_line
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -52,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"directkv: error: {text}", file=sys.stderr)
         return BAD_INPUT
+    finally:
+        warnings.formatwarning = plain
+
+
+def _one_line(message, *_, **__) -> str:
+    return f"directkv: warning: {message}\n"
 
 
 def build_parser() -> argparse.ArgumentParser:

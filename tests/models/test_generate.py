@@ -1,10 +1,23 @@
+import dataclasses
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import directkv_jax
-from directkv_jax.models import Generation, Options, Piece, Sampling, complete, generate, stream
+from directkv_jax.models import (
+    Generation,
+    Options,
+    Piece,
+    Sampling,
+    complete,
+    generate,
+    request,
+    stream,
+)
 from directkv_jax.models.decoding import _loop, _step
 from directkv_jax.models.reading import _prefill_layer
 from directkv_jax.models.sampling import row_keys, sample
@@ -236,3 +249,21 @@ def test_frequencies_of_draws_and_new_ones_at_each_step():
 def test_buckets():
     assert [bucket(n) for n in (0, 1, 16, 17, 1000, 1024)] == [16, 16, 16, 32, 1024, 1024]
     assert [capacity(n) for n in (1, 100, 4096, 4097, 12289)] == [16, 128, 4096, 8192, 16384]
+
+
+def test_texts_longer_than_the_model_was_made_for(loaded):
+    model, tokenizer = loaded
+    prepare = functools.partial(request.prepare, model, tokenizer, [[1] * 500])
+    prepare(Options(max_new_tokens=13))
+    with pytest.warns(UserWarning, match=r"grow to 513 tokens, more than the 512.*not scaled"):
+        prepare(Options(max_new_tokens=14))
+    prepare(Options(max_new_tokens=14, max_length=512))  # where the cache ends
+
+
+def test_learned_positions_end(loaded):
+    config = dataclasses.replace(loaded[0].config, learned_positions=34, position_offset=2)
+    learned = types.SimpleNamespace(config=config, dtype=loaded[0].dtype)
+    options = Options(max_new_tokens=3)
+    request.prepare(learned, loaded[1], [[1] * 30], options)
+    with pytest.raises(ValueError, match="grow to 33 tokens, but this model has positions for 32"):
+        request.prepare(learned, loaded[1], [[1] * 31], options)
