@@ -33,6 +33,7 @@ class Stats:
       tokens_per_s: tokens of all rows after the first ones, per second; 0 if there are none.
       kv_bytes_host: size of the cache in host memory.
       kv_bytes_device: size of the cache in device memory.
+      host_bytes_per_s: keys and values that decoding read from host memory, per second; 0 if none.
       decode_steps: calls of the model that gave tokens, after those that read the prompts.
       drafted: tokens that were drafted for such a call, over all rows.
       accepted: drafted tokens that the model chose too.
@@ -48,6 +49,7 @@ class Stats:
     tokens_per_s: float
     kv_bytes_host: int
     kv_bytes_device: int
+    host_bytes_per_s: float
     decode_steps: int
     drafted: int
     accepted: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import sys
@@ -144,7 +145,8 @@ def report(result, arguments: argparse.Namespace, model) -> None:
         f"{cached if stats.cached_tokens else ''}"
         f"first after {stats.ttft_s:.3f} s, then {stats.tokens_per_s:.1f} tokens/s; "
         f"{drafts if arguments.speculate else ''}"
-        f"compiled in {stats.compile_s:.1f} s; KV cache {host} host, {device} device]",
+        f"compiled in {stats.compile_s:.1f} s; "
+        f"KV cache {host} host{_link(stats.host_bytes_per_s)}, {device} device]",
         file=sys.stderr,
     )
     if not arguments.json:
@@ -160,6 +162,23 @@ def report(result, arguments: argparse.Namespace, model) -> None:
         "dtype": jnp.dtype(model.dtype).name,
     }
     print(json.dumps(record), flush=True)
+
+
+def _link(rate: float) -> str:
+    """How fast host memory was read, and on a GPU what part that is of a copy's bandwidth."""
+    if not rate:
+        return ""
+    text = f" read at {rate / 1e9:.2f} GB/s"
+    if jax.default_backend() != "gpu":
+        return text
+    return f"{text}, {rate / _link_bandwidth():.0%} of the link"
+
+
+@functools.cache
+def _link_bandwidth() -> float:
+    from directkv_jax.cli.info import link_bandwidth
+
+    return link_bandwidth()
 
 
 def _chosen(model, placement: str) -> str:

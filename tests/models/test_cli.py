@@ -31,9 +31,9 @@ def test_json_and_figures(on_tiny, capsys):
     assert record["kv_bytes_host"] == 2 * 2 * 2 * 16 * 4 * 48  # K and V, L, K, H, float32, tokens
     assert record["dtype"] == "float32"
     assert record["kv_bytes_device"] == 0
-    assert min(record["ttft_s"], record["tokens_per_s"]) > 0
+    assert min(record["ttft_s"], record["tokens_per_s"], record["host_bytes_per_s"]) > 0
     assert (record["prefill_chunk"], record["prefill_chunks"]) == (16, 1)
-    for part in ("first after", "tokens/s", "host", "0 B device"):
+    for part in ("first after", "tokens/s", "host read at", "0 B device"):
         assert part in captured.err
 
 
