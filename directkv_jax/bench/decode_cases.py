@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
     },
-    "qwen3-8b": {  # its sizes without its norms of query and key, which models/ does not have
+    "qwen3-8b": {  # its sizes, without its norms of queries and keys
         "vocab_size": 151936,
         "hidden_size": 4096,
         "intermediate_size": 12288,
