@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
-import io
 import json
 import os
-import shutil
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 
 from directkv_jax import KVCache, QKVProjection, RoPE, qkv_attention
-from directkv_jax.bench import record
+from directkv_jax.bench import counters, record
 
 METRIC = "lts__t_sectors_srcunit_tex_aperture_sysmem_op_write.sum"  # of the SMs
-SECTOR_BYTES = 32
 KERNEL_NAMES = ("append", "merge", "project", "attend")
 KERNELS = "regex:" + "|".join(KERNEL_NAMES)
 WIDTH, GROUP = 1024, 4
@@ -78,27 +73,19 @@ def step(batch: int, options) -> None:
 
 def measure(batch: int, options) -> dict:
     """The row of one batch size."""
-    ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
-    if not ncu:
-        sys.exit("appended_bytes.py: ncu (Nsight Compute) was not found")
-    command = [
-        ncu, "--clock-control", "none", "--metrics", METRIC, "--kernel-name", KERNELS,
-        "--csv", "--print-units", "base", sys.executable, "-P", os.path.abspath(__file__),
-        "--worker", "--batch", str(batch), "--length", str(options.length),
-        "--layers", str(options.layers), "--kv-heads", str(options.kv_heads),
-        "--head-dim", str(options.head_dim),
+    worker = [
+        sys.executable, "-P", os.path.abspath(__file__), "--worker", "--batch", str(batch),
+        "--length", str(options.length), "--layers", str(options.layers),
+        "--kv-heads", str(options.kv_heads), "--head-dim", str(options.head_dim),
     ]  # fmt: skip
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = counters.profile(worker, METRIC, KERNELS)
     written: collections.Counter[str] = collections.Counter()
     launches: collections.Counter[str] = collections.Counter()
-    lines = done.stdout.splitlines()
-    begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    for row in csv.DictReader(io.StringIO("\n".join(lines[begin:]))):
-        name = next(word for word in KERNEL_NAMES if word in row["Kernel Name"])
-        written[name] += round(float(row["Metric Value"].replace(",", ""))) * SECTOR_BYTES
+    for kernel, sectors in counters.parse(done.stdout, METRIC):
+        name = next(word for word in KERNEL_NAMES if word in kernel)
+        written[name] += sectors * counters.SECTOR_BYTES
         launches[name] += 1
-    if not written:
+    if not launches:
         sys.exit(f"appended_bytes.py: ncu reported no kernel: {(done.stdout + done.stderr)[-500:]}")
     row = {
         "batch": batch, "length": options.length, "layers": options.layers,

@@ -20,13 +20,14 @@ class Collector:
       steps: how often tokens were taken.
       drafted: tokens drafted in all rows.
       accepted: those of them that became part of an answer.
+      attended: cached tokens that decode steps have read, over all rows.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request):
         self._rows = [_Row(tokenizer, request) for _ in request.lengths]
-        self._logprobs = request.options.logprobs
+        self._logprobs, self._prompts = request.options.logprobs, request.lengths.tolist()
         self.halted = np.zeros(len(self._rows), bool)
-        self.steps = self.drafted = self.accepted = 0
+        self.steps = self.drafted = self.accepted = self.attended = 0
 
     @property
     def finished(self) -> bool:
@@ -49,6 +50,8 @@ class Collector:
         for index, row in enumerate(self._rows):
             if row.reason:
                 continue
+            if self.steps > 1:  # all but the last token, which is in no cache yet
+                self.attended += self._prompts[index] + len(row.tokens) - 1
             tokens = chosen.tokens[index].tolist()
             tokens = tokens[: tokens.index(NOTHING)] if NOTHING in tokens else tokens
             if chosen.drafted is not None:

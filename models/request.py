@@ -46,8 +46,8 @@ class Options:
         2 or 1 tokens of the row where they stood before. One call of the model reads the drafts,
         and those that equal its own choices are kept, so the tokens are the same. A call of several
         tokens may round otherwise, so that near ties fall otherwise in 16-bit dtypes. It saves time
-        where reading weights and cache takes most of a step, and costs time where multiplying does,
-        as on a CPU. Greedy alone; 0 is off. Another value compiles anew.
+        where reading weights and cache takes most of a step, and costs time where multiplying does.
+        Greedy alone; 0 is off. Another value compiles anew.
       placement: where keys and values live, "host" or "device".
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 
 import jax
 import numpy as np
 
-from directkv_jax import KVCache, memory
+from directkv_jax import memory
 from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.collector import Collector
 from directkv_jax.models.decoding import Decoder
@@ -63,7 +63,7 @@ class Run:
     def __iter__(self) -> Generator[Piece | Generation, None, None]:
         collector, clock, first_tokens = self.collector, self._clock, None
         kv_bytes = self.cache.host_bytes, self.cache.device_bytes
-        host_parts = [part for part in self.cache.parts if part.placement == "host"]
+        per_token = sum(part.bytes_per_token for part in self.cache.parts if part.host_bytes)
         with contextlib.closing(self._steps()) as steps:
             for chosen in steps:
                 now, before = time.perf_counter(), collector.count
@@ -87,25 +87,12 @@ class Run:
                 tokens_per_s=later / decode_s if later else 0.0,
                 kv_bytes_host=kv_bytes[0],
                 kv_bytes_device=kv_bytes[1],
-                host_bytes_per_s=self._host_bytes(host_parts) / decode_s if later else 0.0,
+                host_bytes_per_s=collector.attended * per_token / decode_s if later else 0.0,
                 decode_steps=collector.steps - 1,
                 drafted=collector.drafted,
                 accepted=collector.accepted,
             )
         )
-
-    def _host_bytes(self, parts: Sequence[KVCache]) -> float:
-        """Bytes of keys and values that the decode steps have read from host memory."""
-        request, steps, total = self._request, self.collector.steps - 1, 0.0
-        longest = max(1, max(map(len, map(self.collector.tokens, range(len(request.lengths))))) - 1)
-        for row, prompt in enumerate(request.lengths.tolist()):
-            count = len(self.collector.tokens(row)) - 1
-            # From the prompt to the end, one step after the other; fewer if tokens were drafted.
-            own = max(0, count) * steps / longest
-            for part in parts:
-                seen = min(prompt + count / 2, part.window or part.max_length)
-                total += own * seen * part.bytes_per_token
-        return total
 
     def free(self) -> None:
         """Frees the cache; one that an error lost after its donation, Python frees."""

@@ -13,6 +13,8 @@ from directkv_jax import saving
 from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.transformer import Transformer
 
+_GIVEN = "given."  # before the names of the caller's metadata: the file has some of its own
+
 
 def save(
     path: str | os.PathLike, cache: ModelCache, model: Transformer, tokens: Sequence[int],
@@ -32,8 +34,9 @@ def save(
       OSError: the file cannot be written.
     """
     caches = {f"part{index}": part for index, part in enumerate(cache.parts)}
+    given = {f"{_GIVEN}{name}": text for name, text in metadata.items()}
     saving.save(
-        path, caches, {**metadata, "model": fingerprint(model)},
+        path, caches, {**given, "model": fingerprint(model)},
         {"tokens": np.asarray(tokens, np.int32)},
     )  # fmt: skip
 
@@ -75,7 +78,12 @@ def load(
     tokens = tuple(saved.array("tokens").tolist())
     cache = ModelCache(tuple(parts))
     # A window also keeps what was taken back; the row is as long as its tokens.
-    return cache.truncate(len(tokens)), tokens, saved.metadata
+    given = {
+        name.removeprefix(_GIVEN): text
+        for name, text in saved.metadata.items()
+        if name.startswith(_GIVEN)
+    }
+    return cache.truncate(len(tokens)), tokens, given
 
 
 def _check_rope(model: Transformer, before: int, after: int) -> None:

@@ -101,10 +101,10 @@ class Session:
                 f"but got {known.speculate}."
             )
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        request = prepare(self.model, self.tokenizer, [ids], known)  # raises before it takes back
-        cached = self._rewind(ids)
-        if cached:
-            request = prepare(self.model, self.tokenizer, [ids], known, cached)
+        cached = self._common(ids)
+        request = prepare(self.model, self.tokenizer, [ids], known, cached)  # raises first
+        if not self._rewind(cached):
+            request = prepare(self.model, self.tokenizer, [ids], known)
         return self._run(Run(self.model, self.tokenizer, request, self.cache), ids)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Generation:
@@ -123,25 +123,29 @@ class Session:
                 # Of an answer that a text stopped, the cache may hold more; it is taken back later.
                 self.tokens = (*ids, *run.collector.tokens(0))[:length]
 
-    def _rewind(self, ids: Sequence[int]) -> int:
-        """Takes back what the cache holds beyond its common beginning with `ids`; its length.
+    def _common(self, ids: Sequence[int]) -> int:
+        """How many tokens `ids` begins with that the cache holds.
 
-        One token at least is left to read: what follows the last one is asked for.
+        One at least is left to read: what follows the last one is asked for.
         """
-        same = 0
-        for ours, theirs in zip(self.tokens, ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            same += 1
-        if same and not bool(self.cache.overflowed[0]):
+        if bool(self.cache.overflowed[0]):
+            return 0
+        pairs = zip(self.tokens, ids[:-1], strict=False)
+        return next(
+            (index for index, (ours, theirs) in enumerate(pairs) if ours != theirs),
+            min(len(self.tokens), max(0, len(ids) - 1)),
+        )
+
+    def _rewind(self, length: int) -> bool:
+        """Takes back what is beyond `length`; else, further back than windows reach, everything."""
+        if length:
             try:
-                self.cache = self.cache.truncate(same)
-                self.tokens = self.tokens[:same]
-                return same
-            except ValueError:  # further back than a window reaches
+                self.cache, self.tokens = self.cache.truncate(length), self.tokens[:length]
+                return True
+            except ValueError:
                 pass
         self.cache, self.tokens = self.cache.reset(), ()
-        return 0
+        return length == 0
 
     def save(self, path: str | os.PathLike, metadata: Mapping[str, str] | None = None) -> None:
         """Writes the tokens, and their keys and values, into a file.

@@ -12,8 +12,8 @@ from directkv_jax.models.prefill import QUERY_BLOCK
 SMALLEST_BUCKET = 16
 # Above this a power of two would waste too much memory for a cache; multiples of it are taken.
 LARGEST_DOUBLING = 4096
-# On a CPU a chunk that its caches hold is faster than a longer one: what attends among the tokens
-# of a chunk computes the half that nobody sees too, what attends to the cache does not.
+# On a CPU chunks stay short: what attends among the tokens of the first one computes the half that
+# nobody sees too, and what attends to the cache does not.
 CPU_CHUNK = 512
 
 

@@ -58,38 +58,59 @@ def link_bytes(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def _count(case: Case) -> tuple[int | None, str | None]:
-    if not (ncu := shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")):
-        return None, "ncu (Nsight Compute) was not found"
-    command = [
-        ncu, "--clock-control", "none", "--metrics", METRIC, "--kernel-name", KERNELS,
-        "--target-processes", "all", "--csv", "--print-units", "base",
-        sys.executable, "-P", "-m", "directkv_jax", "bench", "attention", "--worker",
-    ]  # fmt: skip
+    worker = [sys.executable, "-P", "-m", "directkv_jax", "bench", "attention", "--worker"]
     order = {"cases": [case.to_json()], "repeats": 1, "once": True}
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        done = subprocess.run(
-            command, input=json.dumps(order), capture_output=True, text=True, timeout=TIMEOUT_S,
-            env=env, check=False,
-        )  # fmt: skip
+        done = profile(worker, METRIC, KERNELS, json.dumps(order))
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"ncu: {error}"
     if failed := [row["error"] for row in _rows(done.stdout) if row["error"]]:
         return None, failed[0]
-    sectors = parse(done.stdout)
+    sectors = parse(done.stdout, METRIC)
     if not sectors:
         tail = " ".join((done.stdout + done.stderr).split())[-300:]
         return None, f"ncu (exit status {done.returncode}) reported no kernel: {tail}"
-    return sum(sectors) * SECTOR_BYTES, None
+    return sum(value for _, value in sectors) * SECTOR_BYTES, None
 
 
-def parse(output: str) -> list[int]:
-    """The metric of every kernel in ncu's CSV, which follows the program's own output."""
+def profile(
+    program: Sequence[str], metric: str, kernels: str, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program under ncu, whose CSV then follows its output.
+
+    Args:
+      program: the command.
+      metric: what is counted, for every launch.
+      kernels: which, as ncu's `--kernel-name`.
+      given: its standard input.
+
+    Raises:
+      FileNotFoundError: there is no ncu.
+      subprocess.TimeoutExpired: it took longer than `TIMEOUT_S`.
+    """
+    if not (ncu := shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")):
+        raise FileNotFoundError("Nsight Compute was not found")
+    command = [
+        ncu, "--clock-control", "none", "--metrics", metric, "--kernel-name", kernels,
+        "--target-processes", "all", "--csv", "--print-units", "base", *program,
+    ]  # fmt: skip
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=TIMEOUT_S, env=env,
+        check=False,
+    )  # fmt: skip
+
+
+def parse(output: str, metric: str) -> list[tuple[str, int]]:
+    """(name, metric) of every kernel in ncu's CSV, which follows the program's own output."""
     lines = output.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     rows = csv.DictReader(io.StringIO("\n".join(lines[begin:])))
-    values = (row["Metric Value"] for row in rows if row.get("Metric Name") == METRIC)
-    return [round(float(value.replace(",", ""))) for value in values]
+    return [
+        (row.get("Kernel Name", ""), round(float(row["Metric Value"].replace(",", ""))))
+        for row in rows
+        if row.get("Metric Name") == metric
+    ]
 
 
 def _rows(output: str) -> list[dict[str, Any]]:

@@ -195,7 +195,10 @@ def test_counters_of_ncu_are_read_and_missing_ones_explained(monkeypatch):
         f'"0","attend_kernel","{counters.METRIC}","sector","1,048,576"\n'
         f'"1","attend_merge","{counters.METRIC}","sector","2"\n'
     )
-    assert counters.parse(output) == [1048576, 2]
+    assert counters.parse(output, counters.METRIC) == [
+        ("attend_kernel", 1048576),
+        ("attend_merge", 2),
+    ]
     monkeypatch.setattr(counters.shutil, "which", lambda *_, **__: None)
     (entry,) = counters.link_bytes([attention_cases.Case("host", "cuda", (32768,) * 16)])
     assert entry["link_bytes"] is None

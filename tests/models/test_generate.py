@@ -273,7 +273,7 @@ def test_bytes_read_from_host_memory(loaded):
     """By hand: two rows of 3 and 9 tokens, five steps each."""
     done = complete(*loaded, [[1] * 3, [2] * 9], max_new_tokens=6, stop_tokens=())
     per_token = 2 * 2 * 2 * 16 * 4  # K and V, L, K, H, float32
-    expected = per_token * 5 * (3 + 2.5 + 9 + 2.5)
+    expected = per_token * (sum(range(3, 8)) + sum(range(9, 14)))
     decode_s = 10 / done.stats.tokens_per_s
     assert done.stats.host_bytes_per_s * decode_s == pytest.approx(expected)
     done = complete(*loaded, [[1] * 3], max_new_tokens=6, stop_tokens=(), placement="device")

@@ -105,12 +105,13 @@ def test_a_row_that_overflowed_starts_anew(loaded, session):
 def test_a_saved_session_goes_on(loaded, session, tmp_path, max_length, placement):
     ids = tuple(loaded[1].encode("abcab cab"))
     session.complete(ids, max_new_tokens=4)
-    session.save(tmp_path / "session")
+    session.save(tmp_path / "session", {"format": "mine"})
     other = models.Session.load(
         tmp_path / "session", *loaded, max_length=max_length, placement=placement
     )
     with other:
         assert other.tokens == session.tokens
+        assert other.metadata == {"format": "mine"}
         assert (other.cache.host_bytes > 0) == (placement is None)
         longer = (*session.tokens, *loaded[1].encode("cab", add_special_tokens=False))
         done = other.complete(longer, max_new_tokens=5)
