@@ -252,7 +252,7 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
     if (lane_id() == 0) {
       ring.init(DIRECTKV_BULK_COPIES ? 1 : 32, kProjectWarps);
 #if DIRECTKV_BULK_COPIES
-      barrier_init(sums_are_there, 1 + kProjectWarps);
+      barrier_init(sums_are_there, 1 + 32 * kProjectWarps);
       barrier_init_fence();
       const int from_others = parts - Shape::kShares;  // of each line
       barrier_arrive_expecting(sums_are_there, 4 * lines * from_others * p.head_dim);
@@ -305,8 +305,7 @@ __global__ void __launch_bounds__((kProjectWarps + 1) * 32, Shape::kGroups > 2 ?
         }
       }
 #if DIRECTKV_BULK_COPIES
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(sums_are_there);
+    barrier_arrive(sums_are_there);  // every lane for what it stored
 #endif
   }
 #if !DIRECTKV_BULK_COPIES

@@ -47,6 +47,7 @@ foreach(part "" _sm80)
     ${_tests}/cuda_chunk_test.cc
     ${_tests}/cuda_device_case.cc
     ${_tests}/cuda_emulation.cc
+    ${_tests}/cuda_emulation_copies.cc
     ${_tests}/cuda_main.cc
     ${_tests}/cuda_pages_test.cc
     ${_tests}/cuda_project_test.cc)

@@ -1,7 +1,7 @@
 // Fibers jump from stack to stack, which the checked longjmp takes for a mistake.
 #undef _FORTIFY_SOURCE
 
-#include "cuda_emulation.h"
+#include "cuda_emulation_threads.h"
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <memory>
 #include <set>
 #include <vector>
@@ -24,24 +23,11 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 
-struct Copy {
-  void* to;
-  std::vector<unsigned char> data;
-};
-
 // A barrier of threads.
 struct Meeting {
   int arrived = 0;
   int64_t generation = 0;
   bool or_next = false, or_result = false;
-};
-
-// A barrier in shared memory.
-struct Phases {
-  int arrivals = 0, arrived = 0;
-  int64_t expected_bytes = 0;
-  int64_t over = 0;  // phases that ended
-  std::vector<Copy> copies;
 };
 
 struct Fiber {
@@ -52,7 +38,6 @@ struct Fiber {
   bool done = false;
   bool waited = false;        // for earlier kernels
   int64_t cluster_phase = 0;  // the one it arrived in
-  std::vector<Copy> copies;   // of 16 bytes, not yet tied to a barrier
 };
 
 // A thread block of the cluster that runs.
@@ -73,28 +58,16 @@ struct LateWrite {
 
 std::vector<Fiber> fibers;
 jmp_buf scheduler;
-int current, threads_in_block, threads_in_cluster;
+int threads_in_block, threads_in_cluster;
 std::vector<Block> cluster;
 Meeting cluster_meeting;
 std::vector<Meeting> warp_meetings;
-std::map<const Barrier*, Phases> phases;
 std::vector<const void*> exchanged;
 const std::function<void()>* kernel_body;
 std::vector<LateWrite> late_writes;
 std::vector<std::set<const int32_t*>> warp_flags;  // that a warp has waited for
-int64_t progress;                                  // barriers reached and passed, threads ended
 
 Block& block() { return cluster[current / threads_in_block]; }
-
-[[noreturn]] void fail(const char* what) {
-  std::fprintf(stderr, "%s\n", what);
-  std::abort();
-}
-
-// swapcontext() would do, with two system calls for each switch.
-void yield() {
-  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
-}
 
 // Every thread finds the memory as it may: what is written late, once it has waited for that.
 void write_for_current() {
@@ -150,30 +123,8 @@ void fiber_main() {
   --block().left;
   ++progress;
   if (!fibers[current].waited) fail("a thread did not wait for earlier kernels");
-  if (!fibers[current].copies.empty()) fail("a thread ended with copies in flight");
+  if (copies_in_flight()) fail("a thread ended with copies in flight");
   yield();
-}
-
-void land(std::vector<Copy>& copies) {
-  for (const Copy& c : copies) std::memcpy(c.to, c.data.data(), c.data.size());
-  copies.clear();
-}
-
-Phases& find(const Barrier* barrier) {
-  const auto found = phases.find(barrier);
-  if (found == phases.end()) fail("a barrier was not initialised");
-  return found->second;
-}
-
-void start(std::vector<Copy>& copies, void* to, const void* from, size_t bytes) {
-  const auto* data = static_cast<const unsigned char*>(from);
-  copies.push_back({to, {data, data + bytes}});
-  if (!options().late_copies) std::memcpy(to, from, bytes);
-}
-
-void arrive(Phases& p) {
-  if (++p.arrived > p.arrivals) fail("more arrivals at a barrier than announced");
-  ++progress;
 }
 
 void run_cluster(int64_t first_block) {
@@ -201,6 +152,19 @@ void run_cluster(int64_t first_block) {
 }
 
 }  // namespace
+
+int current;
+int64_t progress;
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+// swapcontext() would do, with two system calls for each switch.
+void yield() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
 
 Options& options() {
   static Options instance;
@@ -261,22 +225,6 @@ void wait_for_cluster() {
   stall();
 }
 
-ClusterFloats::ClusterFloats(const float* floats, const Barrier* barrier, int rank) : rank_(rank) {
-  const auto there = [&](const void* here) {
-    return cluster[rank].shared.get() +
-           (static_cast<const unsigned char*>(here) - block().shared.get());
-  };
-  floats_ = reinterpret_cast<float*>(there(floats));
-  barrier_ = reinterpret_cast<const Barrier*>(there(barrier));
-}
-
-void ClusterFloats::store(int i, float value) const {
-  if (rank_ == cluster_rank()) fail("such a store goes to another CTA");
-  if (cluster_meeting.generation == 0) fail("a store to a CTA that may not have started");
-  if (cluster[rank_].left == 0) fail("a store to a CTA that has ended");
-  start(find(barrier_).copies, floats_ + i, &value, sizeof(value));
-}
-
 void sync_warp() { wait(warp_meetings[current / 32], 32); }
 
 void sync_some(int id, int threads) { wait(block().named[id], threads); }
@@ -299,122 +247,12 @@ unsigned ballot(bool predicate) {
   return result;
 }
 
-unsigned char* dynamic_shared() { return block().shared.get(); }
-
-void copy_async_16(void* to, const void* from) {
-  if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 != 0)
-    fail("misaligned asynchronous copy");
-  start(fibers[current].copies, to, from, 16);
-}
-
-void copy_async_16_or_zeros(void* to, const void* from, bool there) {
-  alignas(16) static const unsigned char zeros[16] = {};
-  copy_async_16(to, there ? from : zeros);
-}
-
-void barrier_init(Barrier* barrier, int arrivals) {
-  phases[barrier] = {};
-  phases[barrier].arrivals = arrivals;
-}
-
-void barrier_arrive(Barrier* barrier) { arrive(find(barrier)); }
-void barrier_arrive_after(uint32_t, Barrier* barrier) { arrive(find(barrier)); }
-
-void barrier_arrive_expecting(Barrier* barrier, int bytes) {
-  Phases& p = find(barrier);
-  p.expected_bytes += bytes;
-  arrive(p);
-}
-
-void barrier_arrive_after_copies(Barrier* barrier) {
-  Phases& p = find(barrier);
-  for (Copy& c : fibers[current].copies) {
-    p.expected_bytes += static_cast<int64_t>(c.data.size());
-    p.copies.push_back(std::move(c));
-  }
-  fibers[current].copies.clear();
-  arrive(p);
-}
-
-void barrier_wait(Barrier* barrier, unsigned parity) {
-  Phases& p = find(barrier);
-  // The phase before the first counts as one of parity 1.
-  while ((p.over + 1) % 2 != static_cast<int64_t>(parity)) {
-    int64_t bytes = 0;
-    for (const Copy& c : p.copies) bytes += static_cast<int64_t>(c.data.size());
-    if (p.arrived == p.arrivals && bytes == p.expected_bytes) {
-      land(p.copies);
-      p.arrived = 0;
-      p.expected_bytes = 0;
-      ++p.over;
-      ++progress;
-    } else {
-      if (p.arrived == p.arrivals && bytes > p.expected_bytes)
-        fail("more bytes copied than announced");
-      yield();
-    }
-  }
-}
-
-void copy_run(void* shared, const void* global, int bytes, Barrier* barrier) {
-  if ((reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global) | bytes) % 16 != 0)
-    fail("misaligned bulk copy");
-  start(find(barrier).copies, shared, global, bytes);
-}
-
-void copy_box(void* shared, const TileMap* map, int row, int tile, int span, Barrier* barrier) {
-  const int pieces = map->span_bytes / 16;
-  if (reinterpret_cast<uintptr_t>(shared) % 128 != 0) fail("misaligned bulk copy");
-  if (row < 0 || row + map->box_tokens > 2 * map->page_size || tile < 0 || tile >= map->tiles)
-    fail("a bulk copy leaves its tile");
-  auto* const to = static_cast<unsigned char*>(shared);
-  for (int s = 0; s < map->box_spans; ++s)
-    for (int t = 0; t < map->box_tokens; ++t)
-      for (int i = 0; i < pieces; ++i) {
-        const int64_t from = (int64_t{tile} * 2 * map->page_size + row + t) * map->row_bytes +
-                             (span + s) * map->span_bytes + 16 * i;
-        // The engine swizzles by address: the 128-byte line chooses.
-        unsigned char* const line = to + (s * map->box_tokens + t) * map->span_bytes;
-        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % 8);
-        start(find(barrier).copies, line + 16 * (i ^ swizzle), map->pages + from, 16);
-      }
-}
-
-void copy_box_at(void* shared, const BoxMap* map, int x, int y, int z, Barrier* barrier) {
-  const int pieces = map->box_x / 8;
-  if (map->size_x % 8 != 0 || map->box_x % 8 != 0 || (pieces != 2 && pieces != 4 && pieces != 8))
-    fail("not a map");
-  if (reinterpret_cast<uintptr_t>(shared) % (128 * pieces) != 0) fail("misaligned bulk copy");
-  static const unsigned char zeros[16] = {};
-  auto* line = static_cast<unsigned char*>(shared);
-  for (int k = z; k < z + map->box_z; ++k)
-    for (int j = y; j < y + map->box_y; ++j, line += 16 * pieces)
-      for (int i = 0; i < pieces; ++i) {
-        const int at = x + 8 * i;
-        const bool there = k < map->size_z && j < map->size_y && at < map->size_x;
-        const int64_t element = (int64_t{k} * map->size_y + j) * map->size_x + at;
-        const int swizzle = static_cast<int>(reinterpret_cast<uintptr_t>(line) / 128 % pieces);
-        start(find(barrier).copies, line + 16 * (i ^ swizzle),
-              there ? map->array + 2 * element : zeros, 16);
-      }
-}
-
-void copy_tokens(void* shared, const TokenMap* map, int token, int span, int row,
-                 Barrier* barrier) {
-  if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("misaligned bulk copy");
-  if (token < 0 || row < 0 || row >= map->batch || (span + 1) * 128 > map->token_bytes)
-    fail("a bulk copy of tokens leaves its array");
-  static const unsigned char zeros[16] = {};
-  for (int s = 0; s < map->head_bytes / 128; ++s)
-    for (int t = 0; t < map->box_tokens; ++t)
-      for (int i = 0; i < 8; ++i) {
-        const unsigned char* const from =
-            map->tokens + (int64_t{row} * map->count + token + t) * map->token_bytes +
-            (span + s) * 128 + 16 * i;
-        auto* const line = static_cast<unsigned char*>(shared) + (s * map->box_tokens + t) * 128;
-        start(find(barrier).copies, line + 16 * (i ^ t % 8), token + t < map->count ? from : zeros,
-              16);
-      }
+unsigned char* dynamic_shared() { return shared_of(cluster_rank()); }
+unsigned char* shared_of(int rank) { return cluster[rank].shared.get(); }
+void check_store_to(int rank) {
+  if (rank == cluster_rank()) fail("such a store goes to another CTA");
+  if (cluster_meeting.generation == 0) fail("a store to a CTA that may not have started");
+  if (cluster[rank].left == 0) fail("a store to a CTA that has ended");
 }
 
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_blocks,
@@ -433,7 +271,7 @@ void run_grid(int64_t blocks, int threads, size_t shared_bytes, int cluster_bloc
     cluster_meeting = {};
     warp_meetings.assign(threads_in_cluster / 32, {});
     warp_flags.assign(threads_in_cluster / 32, {});
-    phases.clear();
+    forget_barriers(threads_in_cluster);
     cluster = std::vector<Block>(cluster_blocks);
     for (Block& b : cluster) {
       b.left = threads;
