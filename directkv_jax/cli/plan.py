@@ -129,7 +129,7 @@ def _verdict(plan) -> dict[str, Any]:
 
 
 def _here(plan, host_bytes: int | None):
-    """The machine this runs on. On a GPU the link is measured, by a copy of 128 MiB."""
+    """The machine this runs on. On a GPU the link is measured, by copies of up to 160 MiB."""
     import jax
 
     from directkv_jax.bench.decode_child import usable_host_bytes
