@@ -33,19 +33,16 @@ def command(*options: str) -> list[str]:
     return [sys.executable, "-P", "-m", "directkv_jax", "bench", "attention", *options]
 
 
-def run(*options: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*options), env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def record_in(folder: Path) -> dict:
     (path,) = folder.iterdir()  # no unfinished file is left behind either
     return json.loads(path.read_text())
 
 
 def test_quick_writes_a_record(tmp_path):
-    done = run("--quick", "--json", "--output", str(tmp_path))
+    done = subprocess.run(
+        command("--quick", "--length", "1k", "--batch", "2", "--json", "--output", str(tmp_path)),
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = record_in(tmp_path)
     assert json.loads(done.stdout) == record
@@ -63,28 +60,37 @@ def test_quick_writes_a_record(tmp_path):
         assert row["link_bytes"] is None
 
 
-def test_ragged_steps_over_layers(tmp_path):
-    done = run(
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """run(*options) -> the record; the cases run in a process of their own all the same."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    def run(*options: str) -> dict:
+        assert main(["bench", "attention", *options, "--output", str(tmp_path)]) == 0
+        return record_in(tmp_path)
+
+    return run
+
+
+def test_ragged_steps_over_layers(run):
+    record = run(
         "--batch", "3", "--heads", "4/2", "--head-dim", "64", "--repeats", "1",
         "--implementation", "cpu", "--ragged", "--seed", "32",  # 174, 463 and 881 tokens
-        "--layers", "2", "--appends", "--output", str(tmp_path),
+        "--layers", "2", "--appends",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (row,) = record_in(tmp_path)["rows"]
+    (row,) = record["rows"]
     assert row["ragged"]
     assert row["length"] is None
     assert row["kv_bytes"] == sum(row["lengths"]) * 2 * 2 * 64 * 2
     assert row["relative_error"] < 1e-2
 
 
-def test_a_baseline_and_what_is_unsupported(tmp_path):
-    done = run(
+def test_a_baseline_and_what_is_unsupported(run, capsys):
+    record = run(
         "--length", "300", "--batch", "1", "--head-dim", "100", "64", "--implementation", "cpu",
         "naive", "staged", "--dtype", "float32", "--heads", "4/2", "--repeats", "1",
-        "--output", str(tmp_path),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = {(row["implementation"], row["head_dim"]): row for row in record_in(tmp_path)["rows"]}
+    rows = {(row["implementation"], row["head_dim"]): row for row in record["rows"]}
     staged = rows["staged", 64]
     assert staged["relative_error"] < 1e-5
     assert "attention by xla" in staged["note"]
@@ -93,7 +99,7 @@ def test_a_baseline_and_what_is_unsupported(tmp_path):
     assert rows["cpu", 100]["us"] is None
     assert "needs a CUDA GPU" in rows["naive", 64]["error"]
     assert rows["cpu", 64]["us"] > 0
-    assert "multiple of 8" in done.stdout
+    assert "multiple of 8" in capsys.readouterr().out
 
 
 # A process started in the background of a script ignores Ctrl-C, and so do its children.

@@ -27,16 +27,15 @@ def expected_pages(before, table, layout, layer, key, value, lengths, seq_length
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size", "tokens"),
+    ("placement", "dtype", "head_dim", "page_size", "tokens"),
     [
-        ("float32", 64, 16, 1),
-        ("bfloat16", 80, 16, 33),
-        ("float16", 96, 64, 5),
-        ("bfloat16", 128, 64, 33),
-        ("float32", 256, 16, 2),
+        ("host", "float32", 64, 16, 1),
+        ("device", "bfloat16", 80, 16, 33),
+        ("device", "float16", 96, 64, 5),
+        ("host", "bfloat16", 128, 64, 33),
+        ("device", "float32", 256, 16, 2),
     ],
 )
-@pytest.mark.parametrize("placement", ["host", "device"])
 def test_decode_is_attend_then_append(
     implementation, dtype, head_dim, page_size, tokens, placement
 ):

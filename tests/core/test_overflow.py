@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import cache_builder
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,10 @@ def build():
     return cache_builder.build(LENGTHS, max_length=CAPACITY, num_layers=2)
 
 
+@functools.cache
 def step_of(implementation, advance=True):
+    """One for all tests, so that each shape is compiled once."""
+
     def step(cache, query, key, value, n, layer):
         (out, lse), cache = directkv_jax.decode_attention(
             query, key, value, cache, layer=layer, query_seq_lengths=n, return_residual=True,

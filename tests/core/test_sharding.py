@@ -38,8 +38,9 @@ def split(devices, name):
     return create(mesh=Mesh(np.array(devices).reshape(shape), names), **axes)
 
 
-def run_steps(cache, implementation, jitted=True):
-    """Four ragged steps, past a page boundary; the cache, and outputs of all layers."""
+@functools.cache
+def step_of(implementation, jitted):
+    """One for all tests, so that each split is compiled once."""
 
     def step(cache, query, key, value, n):
         outs = []
@@ -51,8 +52,12 @@ def run_steps(cache, implementation, jitted=True):
             outs.append((out, lse))
         return cache.advance(n), outs
 
-    step = jax.jit(step, donate_argnums=0) if jitted else step
-    results = []
+    return jax.jit(step, donate_argnums=0) if jitted else step
+
+
+def run_steps(cache, implementation, jitted=True):
+    """Four ragged steps, past a page boundary; the cache, and outputs of all layers."""
+    step, results = step_of(implementation, jitted), []
     for i, n in enumerate(([8, 2, 0, 8], [8, 1, 0, 8], [1, 3, 1, 0], [0, 8, 1, 2])):
         tokens = cache_builder.tokens(i, B, T, N, K, H, "float32")
         cache, outs = step(cache, *tokens, np.int32(n))

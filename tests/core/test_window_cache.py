@@ -17,7 +17,7 @@ import directkv_jax
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 PAGE, CAPACITY, K, G, H = 16, 320, 2, 2, 64
-SIZES = (1, 7, 130)  # tokens of a step: within the ring, and more than it holds
+SIZES = (1, 130)  # tokens of a step, of which any part is valid: as decoding, and beyond the ring
 
 steps = st.lists(
     st.tuples(

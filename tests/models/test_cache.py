@@ -88,7 +88,7 @@ def with_all_tokens(model):
     return results(model, keeps_all(cache, 2, 200), (160,))
 
 
-@pytest.mark.parametrize("chunks", [(160,), (64, 64, 32), (7,) * 22])
+@pytest.mark.parametrize("chunks", [(160,), (40,) * 4, (7,) * 22])
 def test_a_prompt_and_steps_are_as_with_all_tokens(model, with_all_tokens, chunks):
     """Chunks longer than a ring, and shorter; then single steps and a rollback."""
     cache = model.create_cache(2, 200, page_size=16, rollback=3)
@@ -102,11 +102,11 @@ def test_a_prompt_goes_on_from_what_is_cached(model, with_all_tokens):
     """In two reads, with rows of other lengths each time."""
     tokens = np.zeros((2, 160), np.int32)
     tokens[:, :150] = np.random.default_rng(0).integers(0, 80, (2, 150))
-    reader, cache = PromptReader(model), model.create_cache(2, 200, page_size=16)
+    reader, cache = PromptReader(model), model.create_cache(2, 200, page_size=16, rollback=3)
     first = np.int32([100, 3])
-    _, cache = reader.read(jnp.asarray(tokens[:, :128]), first, (64, 64), cache)
-    rest = np.stack([np.roll(row, -n)[:64] for row, n in zip(tokens, first, strict=True)])
-    last, cache = reader.read(jnp.asarray(rest), LENGTHS - first, (32, 32), cache, continues=True)
+    _, cache = reader.read(jnp.asarray(tokens[:, :120]), first, (40,) * 3, cache)
+    rest = np.stack([np.roll(row, -n)[:80] for row, n in zip(tokens, first, strict=True)])
+    last, cache = reader.read(jnp.asarray(rest), LENGTHS - first, (40, 40), cache, continues=True)
     assert cache.lengths.tolist() == LENGTHS.tolist()
     expected = with_all_tokens[1][0]
     np.testing.assert_allclose(model.logits(last), expected, rtol=0, atol=1e-5)
@@ -119,11 +119,11 @@ def test_a_window_no_shorter_than_a_row_is_none(model):
 
 def test_a_row_that_overflows_stops_in_every_part(model):
     graphdef, params = nnx.split(model)
-    cache = model.create_cache(2, 16, page_size=16).advance(np.int32([15, 3]))
-    tokens = np.zeros((2, 2), np.int32)
+    cache = model.create_cache(2, 200, page_size=16, rollback=3).advance(np.int32([207, 3]))
+    tokens = np.zeros((2, 3), np.int32)
     _, cache = step(graphdef, params, tokens, cache, np.int32([2, 2]))
     assert cache.overflowed.tolist() == [True, False]
-    assert [part.lengths.tolist() for part in cache.parts] == [[15, 5]] * 3
+    assert [part.lengths.tolist() for part in cache.parts] == [[207, 5]] * 3
     cache = cache.reset(jnp.array([True, False])).take_rows(jnp.int32([1, 0]))
     assert [part.lengths.tolist() for part in cache.parts] == [[5, 0]] * 3
 
@@ -136,5 +136,5 @@ def test_a_lone_kv_cache_serves_layers_that_are_alike_only(model):
     lone = directkv_jax.KVCache.create(
         1, 32, num_kv_heads=2, head_dim=32, num_layers=1, dtype=jnp.float32
     )
-    logits, _ = alike(np.zeros((1, 1), np.int32), lone)
+    logits, _ = step(*nnx.split(alike), np.zeros((1, 1), np.int32), lone, np.int32([1]))
     assert logits.shape == (1, 1, 80)

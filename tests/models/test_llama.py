@@ -123,8 +123,8 @@ def test_long_prompts_in_blocks_equal_the_whole(monkeypatch):
         for i, heads in enumerate((4, 2, 2))
     )
     lengths = jnp.array([tokens - 3, 5], jnp.int32)
-    blocks = causal_attention(q, k, v, lengths)
-    whole = jax.nn.dot_product_attention(
+    blocks = jax.jit(causal_attention)(q, k, v, lengths)
+    whole = jax.jit(jax.nn.dot_product_attention, static_argnames="is_causal")(
         q, k, v, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths
     )
     for b, n in enumerate(lengths.tolist()):
@@ -137,7 +137,7 @@ def test_prompts_attend_in_any_dtype_under_jit(dtype):
     lengths = jnp.array([9], jnp.int32)
     low = jax.jit(causal_attention)(q.astype(dtype), *[q[:, :, :2].astype(dtype)] * 2, lengths)
     assert low.dtype == dtype
-    exact = causal_attention(q, *[q[:, :, :2]] * 2, lengths)
+    exact = jax.jit(causal_attention)(q, *[q[:, :, :2]] * 2, lengths)
     np.testing.assert_allclose(low.astype(jnp.float32), exact, atol=0.03)
 
 

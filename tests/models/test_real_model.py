@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, 1234 cats")
+MAX_LENGTH = 128  # the same everywhere, so that programs are shared
 
 
 def gguf_path() -> Path:
@@ -54,7 +55,7 @@ def test_greedy_tokens(real_model, implementation, placement, while_loop):
         got = models.complete(
             model, tokenizer, [EXPECTED["prompt_tokens"]], implementation=implementation,
             placement=placement, max_new_tokens=len(EXPECTED["tokens"]), stop_tokens=[],
-            while_loop=while_loop,
+            while_loop=while_loop, max_length=MAX_LENGTH,
         )  # fmt: skip
     assert list(got.tokens[0]) == EXPECTED["tokens"]
     assert (got.stats.kv_bytes_host > 0) == (placement == "host")
@@ -121,7 +122,7 @@ def write_folder(folder: Path, tokenizer) -> None:
 
 def test_speculation(real_model):
     model, tokenizer = real_model
-    options = {"max_new_tokens": 16, "max_length": 128, "stop_tokens": []}
+    options = {"max_new_tokens": 16, "max_length": MAX_LENGTH, "stop_tokens": []}
     with jax.default_matmul_precision("highest"):
         sky = [EXPECTED["prompt_tokens"]]
         got = models.complete(model, tokenizer, sky, speculate=4, **options)
