@@ -107,6 +107,76 @@ AttendParams AttendCase::params() {
   return p;
 }
 
+namespace {
+
+// What the queries of a row may see of a KV head, decoded once.
+struct Seen {
+  Seen(const AttendCase& c, int b, int k, int page_begin, int page_end, bool with_fresh)
+      : width(c.shape.head_dim) {
+    const Shape& s = c.shape;
+    const int length = c.lengths[b];
+    const int first = s.window_left >= 0 ? std::max(0, length - s.window_left) : 0;
+    const auto add = [&](int pos, const void* from, int64_t key, const void* also, int64_t value) {
+      position.push_back(pos);
+      for (int h = 0; h < width; ++h) {
+        keys.push_back(decode(s.dtype, from, key + h));
+        values.push_back(decode(s.dtype, also, value + h));
+      }
+    };
+    for (int pos = first; pos < length; ++pos) {
+      if (pos / s.page_size < page_begin || pos / s.page_size >= page_end) continue;
+      const void* const pages = c.pages.data();
+      add(pos, pages, c.cached(b, pos, k, 0, false), pages, c.cached(b, pos, k, 0, true));
+    }
+    if (!s.fresh || !with_fresh) return;
+    for (int t = 0; t < c.seq_lengths[b]; ++t) {
+      const int64_t at = ((int64_t{b} * s.query_tokens + t) * s.kv_heads + k) * width;
+      add(length + t, c.key.data(), at, c.value.data(), at);
+    }
+  }
+
+  int width;
+  std::vector<int> position;          // in the row, of a token
+  std::vector<double> keys, values;  // [tokens, H]
+};
+
+double dot(const double* a, const double* b, int n) {
+  double sums[8] = {};  // side by side, so that the compiler adds them at once
+  for (int i = 0; i < n; ++i) sums[i % 8] += a[i] * b[i];
+  return std::accumulate(sums, sums + 8, 0.0);
+}
+
+// One query: row `at` of the results.
+void attend_one(const Shape& s, const double* query, const Seen& seen, int first, int last,
+                int64_t at, OracleResult* r) {
+  const int H = s.head_dim;
+  const double scale = s.scale != 0.0f ? s.scale : 1.0f / std::sqrt(static_cast<float>(H));
+  std::vector<double> logits;
+  std::vector<size_t> tokens;
+  for (size_t i = 0; i < seen.position.size(); ++i) {
+    if (seen.position[i] < first || seen.position[i] > last) continue;
+    double logit = dot(query, seen.keys.data() + i * H, H) * scale;
+    if (s.soft_cap > 0.0f) logit = s.soft_cap * std::tanh(logit / s.soft_cap);
+    logits.push_back(logit);
+    tokens.push_back(i);
+  }
+  if (logits.empty()) return;
+  double m = -INFINITY;
+  for (double x : logits) m = std::isnan(x) || std::isnan(m) ? NAN : std::max(m, x);
+  r->m[at] = m;
+  double* const o = r->o.data() + at * H;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    const double p = std::exp(logits[i] - m);
+    const double* const value = seen.values.data() + tokens[i] * H;
+    r->l[at] += p;
+    for (int h = 0; h < H; ++h) o[h] += p * value[h];
+  }
+  r->lse[at] = m + std::log(r->l[at]);
+  for (int h = 0; h < H; ++h) r->out[at * H + h] = o[h] / r->l[at];
+}
+
+}  // namespace
+
 OracleResult oracle(const AttendCase& c, int page_begin, int page_end, bool with_fresh) {
   const Shape& s = c.shape;
   const int T = s.query_tokens, N = s.heads(), H = s.head_dim;
@@ -117,47 +187,21 @@ OracleResult oracle(const AttendCase& c, int page_begin, int page_end, bool with
   r.l.assign(rows, 0.0);
   r.m.assign(rows, -INFINITY);
   r.lse.assign(rows, -INFINITY);
-  const double scale = s.scale != 0.0f ? s.scale : 1.0f / std::sqrt(static_cast<float>(H));
-  for (int b = 0; b < s.batch; ++b)
-    for (int t = 0; t < c.seq_lengths[b]; ++t)
-      for (int n = 0; n < N; ++n) {
-        const int64_t at = (int64_t{b} * T + t) * N + n;
-        const int k = n / s.group, length = c.lengths[b];
-        std::vector<double> logits;
-        std::vector<std::vector<double>> values;
-        const int total = length + (s.fresh && with_fresh ? t + 1 : 0);
-        for (int pos = 0; pos < total; ++pos) {
-          if (pos < length && (pos / s.page_size < page_begin || pos / s.page_size >= page_end))
-            continue;
-          if (s.window_left >= 0 && pos < length + t - s.window_left) continue;
-          double dot = 0.0;
-          std::vector<double> v(H);
-          for (int h = 0; h < H; ++h) {
-            const int64_t fresh = ((int64_t{b} * T + pos - length) * s.kv_heads + k) * H + h;
-            const double key = pos < length
-                                   ? decode(s.dtype, c.pages.data(), c.cached(b, pos, k, h, false))
-                                   : decode(s.dtype, c.key.data(), fresh);
-            v[h] = pos < length ? decode(s.dtype, c.pages.data(), c.cached(b, pos, k, h, true))
-                                : decode(s.dtype, c.value.data(), fresh);
-            dot += key * decode(s.dtype, c.query.data(), at * H + h);
-          }
-          double logit = dot * scale;
-          if (s.soft_cap > 0.0f) logit = s.soft_cap * std::tanh(logit / s.soft_cap);
-          logits.push_back(logit);
-          values.push_back(v);
+  for (int b = 0; b < s.batch; ++b) {
+    if (c.seq_lengths[b] <= 0) continue;
+    for (int k = 0; k < s.kv_heads; ++k) {
+      const Seen seen(c, b, k, page_begin, page_end, with_fresh);
+      for (int t = 0; t < c.seq_lengths[b]; ++t)
+        for (int n = k * s.group; n < (k + 1) * s.group; ++n) {
+          const int64_t at = (int64_t{b} * T + t) * N + n;
+          std::vector<double> query(H);
+          for (int h = 0; h < H; ++h) query[h] = decode(s.dtype, c.query.data(), at * H + h);
+          const int last = c.lengths[b] + t;
+          const int first = s.window_left >= 0 ? last - s.window_left : 0;
+          attend_one(s, query.data(), seen, first, last, at, &r);
         }
-        if (logits.empty()) continue;
-        double m = -INFINITY;
-        for (double x : logits) m = std::isnan(x) || std::isnan(m) ? NAN : std::max(m, x);
-        r.m[at] = m;
-        for (size_t i = 0; i < logits.size(); ++i) {
-          const double p = std::exp(logits[i] - m);
-          r.l[at] += p;
-          for (int h = 0; h < H; ++h) r.o[at * H + h] += p * values[i][h];
-        }
-        r.lse[at] = m + std::log(r.l[at]);
-        for (int h = 0; h < H; ++h) r.out[at * H + h] = r.o[at * H + h] / r.l[at];
-      }
+    }
+  }
   return r;
 }
 

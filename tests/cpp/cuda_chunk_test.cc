@@ -14,31 +14,34 @@
 namespace directkv::test {
 namespace {
 
-void check_chunk(AttendCase& c, Placement placement) {
-  const OracleResult want = oracle(c, 0, c.shape.max_pages, true);
-  // No byte more than the plan says, where it is carried out.
-  if (placement != Placement::kDevice && cuda::device_limits().warpgroups) {
-    const Shape& s = c.shape;
-    const cuda::ChunkPlan plan = cuda::make_chunk_plan(
-        2, s.batch, s.query_tokens, s.heads(), s.kv_heads, s.head_dim, s.page_size, s.max_pages,
-        s.ring_slot_bytes ? s.ring_slot_bytes : cuda::kRingSlotBytes);
-    c.workspace.resize((2 * plan.slot_bytes + plan.state_bytes) / 4);
-  }
-  DeviceCase device(c, placement);
-  device.attend();
-  const double error = relative_error(outputs(c), want.out);
-  CHECK(error <= tolerance(c.shape.dtype), "%s error %.3g: %s", name(placement), error,
-        c.shape.text().c_str());
-  const double gap = lse_gap(c, want.lse);
-  CHECK(gap <= 2e-5, "%s lse gap %.3g: %s", name(placement), gap, c.shape.text().c_str());
-}
-
 std::vector<Placement> everywhere() {
   std::vector<Placement> all = placements();
 #if defined(DIRECTKV_EMULATE_CUDA)
   all.insert(all.begin(), Placement::kDevice);  // before the workspace shrinks
 #endif
   return all;
+}
+
+// In every placement.
+void check_chunk(AttendCase& c) {
+  const OracleResult want = oracle(c, 0, c.shape.max_pages, true);
+  for (Placement placement : everywhere()) {
+    // No byte more than the plan says, where it is carried out.
+    if (placement != Placement::kDevice && cuda::device_limits().warpgroups) {
+      const Shape& s = c.shape;
+      const cuda::ChunkPlan plan = cuda::make_chunk_plan(
+          2, s.batch, s.query_tokens, s.heads(), s.kv_heads, s.head_dim, s.page_size, s.max_pages,
+          s.ring_slot_bytes ? s.ring_slot_bytes : cuda::kRingSlotBytes);
+      c.workspace.resize((2 * plan.slot_bytes + plan.state_bytes) / 4);
+    }
+    DeviceCase device(c, placement);
+    device.attend();
+    const double error = relative_error(outputs(c), want.out);
+    CHECK(error <= tolerance(c.shape.dtype), "%s error %.3g: %s", name(placement), error,
+          c.shape.text().c_str());
+    const double gap = lse_gap(c, want.lse);
+    CHECK(gap <= 2e-5, "%s lse gap %.3g: %s", name(placement), gap, c.shape.text().c_str());
+  }
 }
 
 // Every instance, over several ranges of the ring.
@@ -55,7 +58,7 @@ TEST(chunk_every_instance) {
       s.max_pages = quick() ? 6 : 40;
       s.ring_slot_bytes = 65536;
       AttendCase c(s, {s.capacity() - s.query_tokens}, {s.query_tokens}, 200u + head_dim);
-      for (Placement placement : everywhere()) check_chunk(c, placement);
+      check_chunk(c);
     }
 }
 
@@ -84,7 +87,7 @@ TEST(chunk_random_shapes) {
       seq.push_back(rng() % 2 ? s.query_tokens : static_cast<int>(rng() % (s.query_tokens + 1)));
     }
     AttendCase c(s, lengths, seq, 400 + round);
-    for (Placement placement : everywhere()) check_chunk(c, placement);
+    check_chunk(c);
   }
 }
 
