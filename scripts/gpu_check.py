@@ -126,12 +126,14 @@ def cpp(log: Path) -> Counts:
     }  # fmt: skip
     options = [f"-D{name}={value}" for name, value in defines.items()]
     configure = ["cmake", "-S", str(ROOT), "-B", str(CPP), *options]
-    make = ["cmake", "--build", str(CPP), "--parallel", str(min(16, os.cpu_count() or 1))]
+    spread = ["--parallel", str(min(16, os.cpu_count() or 1))]
+    make = ["cmake", "--build", str(CPP), *spread]
     if _run(configure, log) or _run(make, log):
         return {"passed": 0, "failed": 1, "skipped": 0}
     report = WORK / "cpp.xml"
     report.unlink(missing_ok=True)
     test = ["ctest", "--test-dir", str(CPP), "--output-on-failure", "--output-junit", str(report)]
+    test += spread
     counts = _counted(report, _run(test, log))
     return _sum(counts, _cpp_counts(*_programs("directkv_cuda_tests"), log=log))
 

@@ -150,7 +150,7 @@ def test_two_steps_in_plain_jax_are_exact(implementation, case):
 
 
 def check_two_steps(implementation, case) -> None:
-    """A step of many tokens and one of a single token, both against the oracle."""
+    """A step of many tokens and one that has a single token of them, both against the oracle."""
     rng = np.random.default_rng(list(map(ord, name(case))))
     tokens, dtype = case["tokens"], np.dtype(case["dtype"])
     rows = slice(2, 3) if tokens == 500 else slice(0, 3)  # the oracle is slow
@@ -167,7 +167,7 @@ def check_two_steps(implementation, case) -> None:
     floor = 3e-5 if dtype == np.float32 else None  # sums of D products before the softmax
     for count in (tokens, 1):
         valid = ([count, 0, (count + 1) // 2] if case["ragged"] else [count] * 3)[rows]
-        x = rng.standard_normal((len(valid), count, case["width"]), np.float32)
+        x = rng.standard_normal((len(valid), tokens, case["width"]), np.float32)
         x = jnp.asarray(x, case["inputs"])
         cache, out, lse = step(cache, x, projection, rope, implementation, np.int32(valid))
         assert out.dtype == dtype
