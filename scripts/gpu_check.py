@@ -45,7 +45,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--output", metavar="DIR", help="of the record; default benchmarks/results")
-    parser.add_argument("--workers", type=int, default=4, help="processes of the contract suite")
+    parser.add_argument("--workers", type=int, default=4, help="processes of the Python tests")
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"default: {' '.join(STAGES)}")
     options = parser.parse_args()
     if unknown := set(options.stages) - set(STAGES):
@@ -197,7 +197,7 @@ STAGES: dict[str, Callable[[Path], Counts]] = {
     "cpp": cpp,
     "memcheck": sanitizer("memcheck"),
     "synccheck": sanitizer("synccheck"),
-    "gpu": pytest("tests/gpu"),
+    "gpu": pytest("tests/gpu", parallel=True),
     "model": pytest("tests/models/test_real_model.py", "-k", "cuda"),
     "parity": pytest("tests/models/test_parity.py", parallel=True),
     "flax": pytest("tests/flax", parallel=True),

@@ -9,7 +9,8 @@ import pytest
 from directkv_jax.bench.decode_cases import SHAPES, Case
 from directkv_jax.models import ModelConfig, plan
 
-RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-h200-decode*.json"))
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORDS = sorted(RESULTS.glob("*-h200-decode*.json"))
 H200 = plan.Machine.published("h200", plan.GPUS["h200"])
 WARMUP = Case.warmup  # steps before the timed ones
 
@@ -34,6 +35,18 @@ def test_step_times_of_all_records():
         errors[row["placement"]].append(1e3 * seconds / row["ms_per_step"] - 1)
     assert min(len(each) for each in errors.values()) >= 6
     assert max(map(abs, errors["host"] + errors["device"])) < 0.1
+
+
+def test_step_times_of_checkpoints():
+    """Of loaded folders: against published figures, and as planned on that machine beforehand."""
+    files = sorted(RESULTS.glob("*-h200-checkpoint*.json"))
+    assert files
+    for row in (row for file in files for row in json.loads(file.read_text())["rows"]):
+        context = row["length"] + row["steps"] // 2
+        work = plan.Workload(row["batch"], context, row["placement"], row["dtype"])
+        expected = 1e3 * plan.make_plan(plan.shape(row["shape"]), work, H200).step.total_s
+        assert row["ms_per_step"] == pytest.approx(expected, rel=0.1)
+        assert row["ms_per_step"] == pytest.approx(row["planned_ms_per_step"], rel=0.1)
 
 
 def test_bytes_of_all_records():
