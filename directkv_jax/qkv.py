@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from directkv_jax import _checks, _fused
+from directkv_jax import _checks, _fused_qkv
 from directkv_jax._platform import any_tracer
 from directkv_jax.attention import Call, decode_attention, prepare
 from directkv_jax.cache import KVCache
@@ -139,17 +139,17 @@ def qkv_attention(
     _check(x, projection, cache, rope)
     positions = cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     call = _prepare(x, projection, cache, layer, query_seq_lengths, **options)
-    if _fused.unsupported_reason(call.name, x, projection, cache):
+    if _fused_qkv.unsupported_reason(call.name, x, projection, cache):
         parts = projection(x, positions, rope)
         query, key, value = (part.astype(cache.dtype) for part in parts)
         return decode_attention(
             query, key, value, cache, layer=layer, query_seq_lengths=query_seq_lengths, **options
         )
-    run: Any = _fused.traced_decode
+    run: Any = _fused_qkv.traced_decode
     if not any_tracer(x, projection, cache, call.layer, call.seq_lengths):
         _checks.check_seq_lengths(call.seq_lengths, call.tokens)
         _checks.check_values(cache, call.seq_lengths, writes=True)
-        run = _fused.eager_decode
+        run = _fused_qkv.eager_decode
     out, lse, cache = run(
         cache, x, projection, _turns(rope, positions), call.layer, call.seq_lengths, call.options,
         call.name,

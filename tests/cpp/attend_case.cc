@@ -136,7 +136,7 @@ struct Seen {
   }
 
   int width;
-  std::vector<int> position;          // in the row, of a token
+  std::vector<int> position;         // in the row, of a token
   std::vector<double> keys, values;  // [tokens, H]
 };
 

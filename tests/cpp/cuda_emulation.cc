@@ -1,8 +1,6 @@
 // Fibers jump from stack to stack, which the checked longjmp takes for a mistake.
 #undef _FORTIFY_SOURCE
 
-#include "cuda_emulation_threads.h"
-
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/device_limits.h"
+#include "cuda_emulation_threads.h"
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;

@@ -1,5 +1,5 @@
-// What the two halves of the emulation tell each other: threads (cuda_emulation.cc), and barriers in
-// shared memory with the copies they count (cuda_emulation_copies.cc).
+// What the two halves of the emulation tell each other: threads (cuda_emulation.cc), and barriers
+// in shared memory with the copies they count (cuda_emulation_copies.cc).
 #pragma once
 
 #include "cuda_emulation.h"

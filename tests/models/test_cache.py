@@ -10,17 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from windowed import CONFIG, GLOBAL
 
 import directkv_jax
 from directkv_jax import models
-from directkv_jax.models.config import LayerConfig, Part, RopeConfig
+from directkv_jax.models.config import Part
 from directkv_jax.models.reading import PromptReader
 
-ROPE = RopeConfig()
-GLOBAL = LayerConfig(4, 2, 32, 96, ROPE)
-LOCAL = LayerConfig(4, 2, 32, 96, ROPE, window=20)
-WIDE = LayerConfig(3, 1, 64, 96, ROPE, window=20)
-CONFIG = models.ModelConfig("test", 80, 64, (LOCAL, GLOBAL, WIDE, LOCAL), tie_word_embeddings=True)
 LENGTHS = np.int32([150, 31])
 
 

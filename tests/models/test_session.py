@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+import windowed
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -187,10 +189,7 @@ def test_a_chat_remembers(loaded):
 
 def test_windows_take_back_as_far_as_they_can():
     """Further back than `rollback` all is read anew, and the answer is the same."""
-    from flax import nnx
-    from test_cache import CONFIG
-
-    model = models.Transformer(CONFIG, rngs=nnx.Rngs(0))
+    model = models.Transformer(windowed.CONFIG, rngs=nnx.Rngs(0))
 
     class Numbers:
         """Every token is a character."""
