@@ -10,6 +10,7 @@ import numpy as np
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_PAGE_SIZE = 4096
+MAX_LENGTH = 1 << 30  # tokens of a row: lengths are int32, and so are sums of two of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PageLayout:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype.name not in DTYPES:
             raise TypeError(f"`dtype` should be one of {', '.join(DTYPES)}, but got {self.dtype}.")
-        _check_multiple("page_size", self.page_size, 16, MAX_PAGE_SIZE)
+        check_page_size(self.page_size)
         _check_multiple("head_dim", self.head_dim, 8, 512)
         if not _is_int(self.num_kv_heads) or self.num_kv_heads < 1:
             raise ValueError(
@@ -70,6 +71,11 @@ class PageLayout:
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` tokens."""
     return math.ceil(tokens / page_size)
+
+
+def check_page_size(page_size) -> None:
+    """Raises a ValueError unless pages can be that many tokens long."""
+    _check_multiple("page_size", page_size, 16, MAX_PAGE_SIZE)
 
 
 def _is_int(x) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from directkv_jax import _checks, _page_table, _pages, _rows, memory, saving
-from directkv_jax._layout import PageLayout
+from directkv_jax._layout import MAX_LENGTH, PageLayout
 from directkv_jax._platform import any_tracer, is_concrete
 from directkv_jax._sharding import CacheSpecs, axis_size, check_split, named
 from directkv_jax._tracking import track, untrack
@@ -107,6 +107,8 @@ class KVCache:
             batch=batch, max_length=max_length, num_layers=num_layers,
             num_pages=1 if num_pages is None else num_pages,
         )  # fmt: skip
+        if max_length > MAX_LENGTH:
+            raise ValueError(f"`max_length` should be at most {MAX_LENGTH}, but got {max_length}.")
         _page_table.check_window(window, rollback, num_pages)
         layout = PageLayout(page_size, num_kv_heads, head_dim, dtype)
         table = _page_table.create(batch, max_length, page_size, num_pages, window, rollback)

@@ -52,7 +52,8 @@ def allocate(
       sharding: how it is laid over a mesh; its memory kind is set from `placement`.
 
     Raises:
-      MemoryError: page-locked memory for it cannot be had; names asked, available and the limit.
+      MemoryError: the memory cannot be had; of page-locked memory, names asked, available and the
+        limit.
     """
     shape, space = tuple(shape), space_of(placement)
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
@@ -62,7 +63,12 @@ def allocate(
     on_cuda = platform_of(mesh=mesh) == "cuda"
     if placement == "host" and on_cuda and nbytes >= POOL_THRESHOLD_BYTES and not _tracing():
         return _allocate_pool(shape, dtype, sharding or _one_device_sharding("host"))
-    return _empty(shape, jnp.dtype(dtype), space if sharding is None else sharding)()
+    try:
+        return _empty(shape, jnp.dtype(dtype), space if sharding is None else sharding)()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryError(f"{nbytes} bytes of {placement} memory cannot be had: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)

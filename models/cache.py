@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from directkv_jax import KVCache
+from directkv_jax._layout import check_page_size
 from directkv_jax.models.config import ModelConfig, Part
 
 
@@ -50,6 +51,7 @@ class ModelCache:
         Raises:
           ValueError, TypeError, MemoryError: as `KVCache.create`.
         """
+        check_page_size(page_size)
         options["page_size"] = page_size
 
         def create(part: Part) -> KVCache:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from directkv_jax._layout import MAX_LENGTH, check_page_size
 from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.sampling import GREEDY, Sampling
 from directkv_jax.models.sizes import CPU_CHUNK, capacity, chunk_sizes, chunk_tokens
@@ -84,6 +85,9 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+            if value > MAX_LENGTH and name != "prefill_bytes":
+                raise ValueError(f"`{name}` should be at most {MAX_LENGTH}, but got {value}.")
+        check_page_size(self.page_size)
         seeds = (self.seed,) if isinstance(self.seed, int) else self.seed
         if not isinstance(seeds, Sequence) or not all(map(_is_seed, seeds)):
             raise ValueError(
@@ -187,6 +191,8 @@ def prepare(
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
+    if not all(0 <= token < 1 << 31 for token in stop):
+        raise ValueError(f"`stop_tokens` should be token ids, but got {stop}.")
     # The last token is chosen but never put into the cache.
     reached = longest + options.max_new_tokens - 1
     needed = options.max_length or capacity(reached)

@@ -114,7 +114,7 @@ class Run:
         beside = memory.beside(self.cache.parts[0].pages)
         tokens, lengths, state = jax.device_put(inputs, beside)
         clock.start = time.perf_counter()
-        loop_steps = _loop_steps(options) if self._while_loop else 0
+        loop_steps = _loop_steps(options, self.cache.max_length) if self._while_loop else 0
         prompts = (tokens, lengths, request.chunks)
         decoder.compile(
             *prompts, self.cache, state, loop_steps, bool(options.stop_strings), cached > 0
@@ -148,9 +148,11 @@ class Run:
             pending = coming
 
 
-def _loop_steps(options: Options) -> int:
+def _loop_steps(options: Options, max_length: int) -> int:
     """Steps of one compiled loop: all, unless Python has to look for stop strings in between."""
-    return SMALLEST_BUCKET if options.stop_strings else bucket(options.max_new_tokens)
+    if options.stop_strings:
+        return SMALLEST_BUCKET
+    return bucket(min(options.max_new_tokens, max_length))
 
 
 def _unstack(chosen: Chosen, steps: int) -> Iterator[Chosen]:

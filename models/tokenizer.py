@@ -49,7 +49,9 @@ class Tokenizer:
 
         Raises:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
+          TypeError: `messages` is of another kind; a template would render anything.
         """
+        _check_messages(messages)
         if self.chat_template is None:
             raise ValueError(
                 "this tokenizer has no chat template, so messages cannot be rendered. "
@@ -77,6 +79,19 @@ class Tokenizer:
     def stream_decoder(self) -> StreamDecoder:
         """A decoder to be fed one token at a time."""
         return StreamDecoder(self)
+
+
+def _check_messages(messages) -> None:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"`messages` should be a list of messages, but got {messages!r:.80}.")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TypeError(
+                "each of `messages` should be a dict of `role` and `content`, but one is "
+                f"{message!r:.80}."
+            )
+        if not isinstance(message.get("content"), str | None):
+            raise TypeError(f"`content` should be text, but is {message['content']!r:.80}.")
 
 
 def _environment():

@@ -206,6 +206,7 @@ def test_attend_takes_key_and_value_together(cache):
         ({"batch": 0}, ValueError, "`batch` should be a positive int, but got 0"),
         ({"max_length": -5}, ValueError, "`max_length` should be a positive int, but got -5"),
         ({"max_length": 4.5}, ValueError, "`max_length` should be a positive int, but got 4.5"),
+        ({"max_length": 1 << 40}, ValueError, "`max_length` should be at most 1073741824, but got"),
         ({"num_layers": True}, ValueError, "`num_layers` should be a positive int, but got True"),
         ({"num_pages": 0}, ValueError, "`num_pages` should be a positive int, but got 0"),
         ({"num_kv_heads": 0}, ValueError, "`num_kv_heads` should be a positive int, but got 0"),
@@ -394,3 +395,12 @@ def test_no_gpu():
     new = np.zeros((1, 1, 2, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r'implementation="cuda" cannot .* CUDA'):
         directkv_jax.decode_attention(new, new, new, cache, implementation="cuda")
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_more_memory_than_addresses(placement):
+    with pytest.raises(MemoryError, match="memory"):
+        directkv_jax.KVCache.create(
+            1, 1 << 30, num_kv_heads=64, head_dim=512, dtype=jnp.float32, page_size=4096,
+            placement=placement,
+        )  # fmt: skip

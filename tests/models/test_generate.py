@@ -167,12 +167,23 @@ def test_progress_and_stats(loaded):
         ("hello", {"seed": -1}, r"`seed` should be an int in \[0, 2\*\*32\), .*, but got -1"),
         ("hello", {"placement": "disk"}, '`placement` should be "host" or "device"'),
         ("hello", {"page_size": 17}, "`page_size` should be a multiple of 16"),
+        ("hello", {"page_size": 0, "max_length": 64}, "`page_size` should be a multiple of 16"),
+        ("hello", {"max_new_tokens": 1 << 31}, "`max_new_tokens` should be at most 1073741824"),
+        ("hello", {"max_length": 1 << 40}, "`max_length` should be at most 1073741824"),
+        ("hello", {"stop_tokens": [1 << 31]}, "`stop_tokens` should be token ids, but got"),
         ("hello", {"implementation": "magic"}, "`implementation` should be None or one of"),
     ],
 )
 def test_bad_values(prompts, options, message, loaded):
     with pytest.raises(ValueError, match=message):
         complete(*loaded, prompts, **options)
+
+
+def test_an_answer_takes_no_more_room_than_the_cache(loaded):
+    """However long it may be."""
+    most = {"max_new_tokens": 1 << 30, "max_length": 16, "page_size": 16}
+    got = complete(*loaded, "hello", **most, while_loop=True, stop_tokens=[])
+    assert got.finish_reasons == ("overflow",)
 
 
 @pytest.mark.parametrize("prompts", [7, [], [1, 2], None])

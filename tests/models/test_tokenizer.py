@@ -61,6 +61,21 @@ def test_where_templates_and_ends_are_found(tiny, tmp_path):
     assert load(folder, progress=False)[1].apply_chat_template(MESSAGES) == "C <|end|>"
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "`messages` should be a list of messages, but got 'hello'"),
+        (MESSAGES[0], "`messages` should be a list of messages"),
+        (["hello"], "each of `messages` should be a dict of `role` and `content`"),
+        ([{"content": "hello"}], "each of `messages` should be a dict of `role` and `content`"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "`content` should be text, but is"),
+    ],
+)
+def test_what_is_no_chat(messages, message, loaded):
+    with pytest.raises(TypeError, match=message):
+        loaded[1].encode_chat(messages)
+
+
 def with_template(tokenizer: Tokenizer, template):
     return dataclasses.replace(tokenizer, chat_template=template)
 
