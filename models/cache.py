@@ -131,6 +131,21 @@ class ModelCache:
         """As `KVCache.reset`."""
         return ModelCache(tuple(part.reset(rows) for part in self.parts))
 
+    def empty_like(self) -> ModelCache:
+        """Allocates an empty cache of the same sizes, also where this one is deleted."""
+
+        def create(part: KVCache) -> KVCache:
+            layout = part.layout
+            return KVCache.create(
+                part.batch, part.max_length, num_kv_heads=layout.num_kv_heads,
+                head_dim=layout.head_dim, num_layers=part.num_layers, dtype=layout.dtype,
+                page_size=layout.page_size, placement=part.placement, window=part.window,
+                rollback=part.rollback, mesh=part.mesh, kv_head_axis=part.kv_head_axis,
+                batch_axis=part.batch_axis,
+            )  # fmt: skip
+
+        return ModelCache(tuple(map(create, self.parts)))
+
     def is_deleted(self) -> bool:
         """Whether its memory was freed or donated away."""
         return any(array.is_deleted() for array in jax.tree.leaves(self))

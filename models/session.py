@@ -62,6 +62,7 @@ class Session:
         )
         self.tokens: tuple[int, ...] = ()  # in the cache
         self.metadata: dict[str, str] = {}
+        self._closed = False
 
     def __enter__(self) -> Session:
         return self
@@ -71,6 +72,7 @@ class Session:
 
     def close(self) -> None:
         """Frees the cache."""
+        self._closed = True
         if not self.cache.is_deleted():
             self.cache.delete()
         self.tokens = ()
@@ -91,8 +93,7 @@ class Session:
         """
         if given := [name for name in _OF_THE_SESSION if name in options]:
             raise ValueError(f"`{given[0]}` is an option of the Session, not of one call.")
-        if self.cache.is_deleted():
-            raise ValueError("This session is closed, or an error lost its cache. Make a new one.")
+        self._restore()
         part = self.cache.parts[0]
         known = Options(max_length=self.cache.max_length, page_size=part.page_size, **options)
         if known.speculate > self._rollback:
@@ -122,6 +123,16 @@ class Session:
                 length = int(self.cache.lengths[0])
                 # Of an answer that a text stopped, the cache may hold more; it is taken back later.
                 self.tokens = (*ids, *run.collector.tokens(0))[:length]
+
+    def _restore(self) -> None:
+        """Makes an empty cache of one that was donated to a call whose result never came.
+
+        An error or Ctrl-C can fall between the two. What is asked next is read from its beginning.
+        """
+        if self._closed:
+            raise ValueError("This session is closed. Make a new one.")
+        if self.cache.is_deleted():
+            self.cache, self.tokens = self.cache.empty_like(), ()
 
     def _common(self, ids: Sequence[int]) -> int:
         """How many tokens `ids` begins with that the cache holds.
@@ -158,6 +169,7 @@ class Session:
           ValueError: the session is closed.
           OSError: the file cannot be written.
         """
+        self._restore()
         saving.save(path, self.cache, self.model, self.tokens, metadata or {})
 
     @classmethod
@@ -179,7 +191,7 @@ class Session:
           MemoryError: the memory for the cache cannot be had.
         """
         session = cls.__new__(cls)
-        session.model, session.tokenizer = model, tokenizer
+        session.model, session.tokenizer, session._closed = model, tokenizer, False
         session.cache, session.tokens, session.metadata = saving.load(
             path, model, max_length=max_length, placement=placement
         )

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from directkv_jax import models
+from directkv_jax.models.decoding import Decoder
 
 TEXTS = ("ab", "abc", "abcab cab", "abcab cabbage, and so on and so on", "cab", "abcab cab!")
 
@@ -72,6 +73,28 @@ def test_a_stream_that_is_closed_early_keeps_what_it_has(loaded, session):
     stream.close()
     assert session.tokens[: len(ids)] == tuple(ids)
     assert session.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, tuple(ids), 5)
+
+
+@pytest.mark.parametrize("method", ["prefill", "step"])
+def test_what_an_interrupt_lost_is_read_again(loaded, session, monkeypatch, tmp_path, method):
+    """Ctrl-C after a call has taken the cache, and before its result has a name."""
+    ids = tuple(loaded[1].encode("abcab cab"))
+    session.complete(ids, max_new_tokens=2)
+    call = getattr(Decoder, method)
+
+    def interrupted(*args, **kwargs):
+        call(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Decoder, method, interrupted)
+        session.complete((*ids, 5), max_new_tokens=8)
+    assert session.cache.is_deleted()
+    session.save(tmp_path / "session")
+    assert session.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, ids, 5)
+    with models.Session.load(tmp_path / "session", *loaded) as again:
+        assert again.tokens == ()
+        assert again.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, ids, 5)
 
 
 def test_stop_strings_leave_nothing_behind(loaded, session):
