@@ -1,8 +1,6 @@
 """`python -m directkv_jax` is the command `directkv`."""
 
-import sys
-
-from directkv_jax.cli import main
+from directkv_jax.cli import run_as_program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_as_program()

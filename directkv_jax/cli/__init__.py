@@ -36,8 +36,22 @@ class _Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"directkv: error: {message} (see `{self.prog} --help`)\n")
 
 
+def run_as_program() -> NoReturn:
+    """`main` as a process. After Ctrl-C it ends at once.
+
+    What the device still computes is not waited for: to leave Python in the middle of a long prompt
+    took seconds, and crashed when the computation that it waited for came to its end.
+    """
+    status = main()
+    if status == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `directkv`. Returns the exit status: 0, 2 for bad input, 130 for Ctrl-C."""
+    """The command `directkv`. Returns the exit status: 0, 2 for bad input, 130 for Ctrl-C."""
     arguments = build_parser().parse_args(argv)
     plain, warnings.formatwarning = warnings.formatwarning, _one_line
     try:

