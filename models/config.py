@@ -256,6 +256,20 @@ def _kind(layer: LayerConfig) -> tuple[int, int, int | None]:
     return layer.num_key_value_heads, layer.head_dim, layer.window
 
 
+MAX_LAYERS = 4096  # of any model there is, by far: a file that names more is damaged
+
+
+def layer_count(name: str, value: Any) -> int:
+    """`value`, how many layers a file names, before anything is made for each.
+
+    Raises:
+      ValueError: it is no positive int, or far too many.
+    """
+    if positive(name, value) > MAX_LAYERS:
+        raise ValueError(f"`{name}` should be at most {MAX_LAYERS}, but got {value}.")
+    return value
+
+
 def positive(name: str, value: Any) -> int:
     """`value`, a positive int.
 
@@ -271,6 +285,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` is an int, a list or absent in the files; here always a tuple."""
     if value is None:
         return ()
-    if isinstance(value, int):
-        return (value,)
-    return tuple(int(token) for token in value)
+    values = value if isinstance(value, list | tuple) else [value]
+    for token in values:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"a token id should be an int, 0 or more, but is {token!r:.80}.")
+    return tuple(values)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from directkv_jax.models import families
-from directkv_jax.models.config import LayerConfig, ModelConfig, positive
+from directkv_jax.models.config import LayerConfig, ModelConfig, layer_count, positive
 from directkv_jax.models.gguf_architectures import ARCHITECTURES, Architecture
 
 # Key of a `config.json` -> key of the metadata, after the name of the architecture.
@@ -98,7 +98,7 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
     values = {
         **architecture.values,
         **{key: held[other] for key, other in _KEYS.items() if other in held},
-        **_from_tensors(file, positive(f"{prefix}block_count", held["block_count"])),
+        **_from_tensors(file, layer_count(f"{prefix}block_count", held["block_count"])),
         **_windows(held, architecture, prefix),
         "model_type": next(
             (kind for key, kind in architecture.variants.items() if held.get(key)),

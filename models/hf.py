@@ -130,15 +130,21 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         raise ValueError(f"{file} could not be read as a tokenizer: {error}") from error
     options = _optional_json(path / "tokenizer_config.json")
     generation = _optional_json(path / "generation_config.json")
-    special = {
-        name: token["content"] if isinstance(token, dict) else token
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (token := options.get(name)) is not None
-    }
-    eos = token_ids(generation.get("eos_token_id")) or config.eos_token_id
-    if not eos and (named := backend.token_to_id(special.get("eos_token", ""))) is not None:
-        eos = (named,)
-    template = _chat_template(path, options)
+    try:
+        special = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := options.get(name)) is not None
+        }
+        eos = token_ids(generation.get("eos_token_id")) or config.eos_token_id
+        if not eos and (named := backend.token_to_id(special.get("eos_token", ""))) is not None:
+            eos = (named,)
+        template = _chat_template(path, options)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: tokenizer_config.json, generation_config.json or chat_template.jinja is "
+            f"damaged: {error}"
+        ) from error
     return Tokenizer(backend, config.bos_token_id, eos, template, special)
 
 

@@ -62,7 +62,7 @@ class Session:
         )
         self.tokens: tuple[int, ...] = ()  # in the cache
         self.metadata: dict[str, str] = {}
-        self._closed = False
+        self._closed, self._reading, self._calls = False, False, 0
 
     def __enter__(self) -> Session:
         return self
@@ -89,7 +89,8 @@ class Session:
           **options: as `Options`, but for those of the cache.
 
         Raises:
-          TypeError, ValueError, NotImplementedError: as `models.stream`, or the session is closed.
+          TypeError, ValueError, NotImplementedError: as `models.stream`, or the session is closed,
+            or another of its streams open.
         """
         if given := [name for name in _OF_THE_SESSION if name in options]:
             raise ValueError(f"`{given[0]}` is an option of the Session, not of one call.")
@@ -106,7 +107,8 @@ class Session:
         request = prepare(self.model, self.tokenizer, [ids], known, cached)  # raises first
         if not self._rewind(cached):
             request = prepare(self.model, self.tokenizer, [ids], known)
-        return self._run(Run(self.model, self.tokenizer, request, self.cache), ids)
+        self._calls += 1
+        return self._run(Run(self.model, self.tokenizer, request, self.cache), ids, self._calls)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """`stream`, and the `Generation` at its end."""
@@ -114,12 +116,19 @@ class Session:
         assert isinstance(generation, Generation)
         return generation
 
-    def _run(self, run: Run, ids: list[int]) -> Generator[Piece | Generation, None, None]:
+    def _run(
+        self, run: Run, ids: list[int], call: int
+    ) -> Generator[Piece | Generation, None, None]:
+        if call != self._calls:
+            raise ValueError("A later call of its session has overtaken this stream.")
+        self._reading = True
         try:
             yield from run
         finally:
-            self.cache, self.tokens = run.cache, ()
-            if not self.cache.is_deleted():
+            self.cache, self.tokens, self._reading = run.cache, (), False
+            if self._closed:
+                run.free()
+            elif not self.cache.is_deleted():
                 length = int(self.cache.lengths[0])
                 # Of an answer that a text stopped, the cache may hold more; it is taken back later.
                 self.tokens = (*ids, *run.collector.tokens(0))[:length]
@@ -131,6 +140,8 @@ class Session:
         """
         if self._closed:
             raise ValueError("This session is closed. Make a new one.")
+        if self._reading:
+            raise ValueError("A stream of this session is open. Read it to its end, or close it.")
         if self.cache.is_deleted():
             self.cache, self.tokens = self.cache.empty_like(), ()
 
@@ -166,7 +177,7 @@ class Session:
           metadata: texts to keep beside them; `metadata` of what `load` returns.
 
         Raises:
-          ValueError: the session is closed.
+          ValueError: the session is closed, or one of its streams is open.
           OSError: the file cannot be written.
         """
         self._restore()
@@ -191,7 +202,8 @@ class Session:
           MemoryError: the memory for the cache cannot be had.
         """
         session = cls.__new__(cls)
-        session.model, session.tokenizer, session._closed = model, tokenizer, False
+        session.model, session.tokenizer = model, tokenizer
+        session._closed, session._reading, session._calls = False, False, 0
         session.cache, session.tokens, session.metadata = saving.load(
             path, model, max_length=max_length, placement=placement
         )

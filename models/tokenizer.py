@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added ones included."""
-        return self.backend.get_vocab_size()
+        """1 + the largest id of a token."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A rendered chat template brings its own special tokens."""
@@ -69,7 +70,7 @@ class Tokenizer:
                     **self.special_tokens,
                 )
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise ValueError(f"the chat template could not be rendered: {error}") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -95,12 +96,23 @@ def _check_messages(messages) -> None:
 
 
 def _environment():
-    from jinja2.ext import loopcontrols
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(Extension):
+        """`{% generation %}` marks for training what the model said; here it is what is in it."""
+
+        tags: set[str] = {"generation"}
+
+        def parse(self, parser):
+            """The nodes between the tags."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
     def raise_exception(message: str):
         from jinja2 import TemplateError

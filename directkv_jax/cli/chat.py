@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                     _command(models, chat, line, arguments)
                 else:
                     _turn(models, chat, line, options, arguments, model)
-            except (ValueError, OSError) as error:
+            except Exception as error:  # whatever it is, the chat is not lost with it
                 if not interactive:
                     raise
                 print(f"directkv: {error}", file=sys.stderr)
@@ -72,6 +72,11 @@ def _lines(interactive: bool) -> Iterator[str]:
             line = input("> ") if interactive else input()
         except EOFError:
             return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\nCtrl-D ends the chat.", file=sys.stderr)
+            continue
         if line.strip():
             yield line
 

@@ -11,6 +11,7 @@ from directkv_jax.models.config import (
     LayerConfig,
     ModelConfig,
     RopeConfig,
+    layer_count,
     positive,
     token_ids,
 )  # fmt: skip
@@ -66,10 +67,12 @@ class Values:
         """All of these.
 
         Raises:
-          ValueError: naming every one that is missing.
+          ValueError: naming every one that is missing, or there cannot be so many layers.
         """
         if missing := [name for name in names if name not in self._values]:
             raise ValueError(f"the config lacks {', '.join(f'`{name}`' for name in missing)}.")
+        if "num_hidden_layers" in names:
+            layer_count("num_hidden_layers", self["num_hidden_layers"])
 
     @property
     def head_dim(self) -> int:

@@ -41,6 +41,12 @@ def fresh(tiny, tmp_path):
 # What loads
 
 
+def change_json(file, **changes):
+    """Other values in a file, which need not be there."""
+    values = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(values | changes))
+
+
 def test_folder_gives_the_numpy_logits(tiny, expected):
     reference = tiny.numpy_logits(tiny.config, tiny.weights, IDS[0])[-1]
     np.testing.assert_allclose(expected, reference, rtol=2e-4, atol=2e-4)
@@ -158,6 +164,36 @@ def test_a_configuration_of_another_model(changes, line, tiny, tmp_path):
     with pytest.raises(ValueError, match="do not fit its configuration") as error:
         quietly(folder)
     assert line in str(error.value)
+
+
+@pytest.mark.parametrize("count", [2001 * 10**6, "2", 0])
+def test_layers_that_no_model_has(count, fresh):
+    change_json(fresh / "config.json", num_hidden_layers=count)
+    with pytest.raises(ValueError, match="`num_hidden_layers` should be"):
+        quietly(fresh)
+
+
+def test_ids_beyond_the_embedding(fresh):
+    tokenizer = json.loads((fresh / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["far"] = 5000
+    (fresh / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="the tokenizer knows 5001 tokens, but .* has 272 rows"):
+        quietly(fresh)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("generation_config.json", {"eos_token_id": "271"}),
+        ("generation_config.json", {"eos_token_id": [1.5]}),
+        ("tokenizer_config.json", {"bos_token": {"id": 3}}),
+        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+    ],
+)
+def test_damaged_files_beside_the_weights(file, changes, fresh):
+    change_json(fresh / file, **changes)
+    with pytest.raises(ValueError, match=r"tokenizer_config.json, generation_config.json or .* is"):
+        quietly(fresh)
 
 
 def test_long_lists_are_shortened(tiny, tmp_path):

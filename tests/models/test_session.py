@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -95,6 +97,46 @@ def test_what_an_interrupt_lost_is_read_again(loaded, session, monkeypatch, tmp_
     with models.Session.load(tmp_path / "session", *loaded) as again:
         assert again.tokens == ()
         assert again.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, ids, 5)
+
+
+def test_a_stream_that_is_open_has_the_cache(loaded, session, tmp_path):
+    ids = tuple(loaded[1].encode("abcab cab"))
+    session.complete(ids, max_new_tokens=2)
+    session.save(tmp_path / "session")
+    early, stream = session.stream(ids, max_new_tokens=8), session.stream(ids, max_new_tokens=8)
+    with pytest.raises(ValueError, match="overtaken"):
+        next(early)
+    next(stream)
+    for call in (lambda: session.save(tmp_path / "session"), lambda: session.stream(ids)):
+        with pytest.raises(ValueError, match="A stream of this session is open"):
+            call()
+    stream.close()
+    with models.Session.load(tmp_path / "session", *loaded) as again:
+        assert again.tokens[: len(ids)] == ids
+    assert session.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, ids, 5)
+
+
+@pytest.mark.parametrize("change", ["rope", "weights"])
+def test_a_cache_of_another_model_is_refused(loaded, session, tmp_path, change):
+    """One that differs in nothing that the shapes of its cache show."""
+    session.complete("abcab", max_new_tokens=2)
+    session.save(tmp_path / "session")
+    other, tokenizer = loaded
+    if change == "rope":
+        layers = tuple(
+            dataclasses.replace(layer, rope=dataclasses.replace(layer.rope, theta=5e4))
+            for layer in other.config.layers
+        )
+        other = models.Transformer(
+            dataclasses.replace(other.config, layers=layers), rngs=nnx.Rngs(0)
+        )
+        nnx.update(other, nnx.state(loaded[0]))
+    else:
+        other = nnx.clone(other)
+        kernel = other.layers[1].mlp.down_proj.kernel
+        kernel[...] = kernel[...] * 2
+    with pytest.raises(ValueError, match="of another model"):
+        models.Session.load(tmp_path / "session", other, tokenizer)
 
 
 def test_stop_strings_leave_nothing_behind(loaded, session):

@@ -61,6 +61,17 @@ def test_where_templates_and_ends_are_found(tiny, tmp_path):
     assert load(folder, progress=False)[1].apply_chat_template(MESSAGES) == "C <|end|>"
 
 
+def test_templates_have_what_transformers_gives_them(loaded):
+    template = (
+        "{{ strftime_now('%Y') | int > 2000 }}"
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    text = with_template(loaded[1], template).apply_chat_template(MESSAGES)
+    assert text == "True" + "".join(message["content"] for message in MESSAGES)
+    with pytest.raises(ValueError, match="could not be rendered: division by zero"):
+        with_template(loaded[1], "{{ 1 / 0 }}").apply_chat_template(MESSAGES)
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
