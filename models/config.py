@@ -256,6 +256,17 @@ def _kind(layer: LayerConfig) -> tuple[int, int, int | None]:
     return layer.num_key_value_heads, layer.head_dim, layer.window
 
 
+def positive(name: str, value: Any) -> int:
+    """`value`, a positive int.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
+    return value
+
+
 MAX_LAYERS = 4096  # of any model there is, by far: a file that names more is damaged
 
 
@@ -267,17 +278,6 @@ def layer_count(name: str, value: Any) -> int:
     """
     if positive(name, value) > MAX_LAYERS:
         raise ValueError(f"`{name}` should be at most {MAX_LAYERS}, but got {value}.")
-    return value
-
-
-def positive(name: str, value: Any) -> int:
-    """`value`, a positive int.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
     return value
 
 

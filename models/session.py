@@ -51,6 +51,9 @@ class Session:
       MemoryError: the memory for the cache cannot be had.
     """
 
+    _closed = _reading = False
+    _calls = 0
+
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, *, max_length: int,
         placement: str = "host", page_size: int = 64, rollback: int = 64,
@@ -62,7 +65,6 @@ class Session:
         )
         self.tokens: tuple[int, ...] = ()  # in the cache
         self.metadata: dict[str, str] = {}
-        self._closed, self._reading, self._calls = False, False, 0
 
     def __enter__(self) -> Session:
         return self
@@ -94,7 +96,7 @@ class Session:
         """
         if given := [name for name in _OF_THE_SESSION if name in options]:
             raise ValueError(f"`{given[0]}` is an option of the Session, not of one call.")
-        self._restore()
+        self._check_open()
         part = self.cache.parts[0]
         known = Options(max_length=self.cache.max_length, page_size=part.page_size, **options)
         if known.speculate > self._rollback:
@@ -133,10 +135,10 @@ class Session:
                 # Of an answer that a text stopped, the cache may hold more; it is taken back later.
                 self.tokens = (*ids, *run.collector.tokens(0))[:length]
 
-    def _restore(self) -> None:
-        """Makes an empty cache of one that was donated to a call whose result never came.
+    def _check_open(self) -> None:
+        """Raises unless the cache is at hand; one that is lost is made anew, empty.
 
-        An error or Ctrl-C can fall between the two. What is asked next is read from its beginning.
+        It was donated to a call, and an error or Ctrl-C came before the result had a name.
         """
         if self._closed:
             raise ValueError("This session is closed. Make a new one.")
@@ -172,6 +174,8 @@ class Session:
     def save(self, path: str | os.PathLike, metadata: Mapping[str, str] | None = None) -> None:
         """Writes the tokens, and their keys and values, into a file.
 
+        After an error or Ctrl-C that lost the cache these are none, until something is read again.
+
         Args:
           path: of the file; replaced if it exists.
           metadata: texts to keep beside them; `metadata` of what `load` returns.
@@ -180,7 +184,7 @@ class Session:
           ValueError: the session is closed, or one of its streams is open.
           OSError: the file cannot be written.
         """
-        self._restore()
+        self._check_open()
         saving.save(path, self.cache, self.model, self.tokens, metadata or {})
 
     @classmethod
@@ -203,7 +207,6 @@ class Session:
         """
         session = cls.__new__(cls)
         session.model, session.tokenizer = model, tokenizer
-        session._closed, session._reading, session._calls = False, False, 0
         session.cache, session.tokens, session.metadata = saving.load(
             path, model, max_length=max_length, placement=placement
         )

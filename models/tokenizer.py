@@ -99,7 +99,7 @@ def _environment():
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}` marks for training what the model said; here it is what is in it."""
 
         tags: set[str] = {"generation"}
@@ -110,7 +110,7 @@ def _environment():
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 

@@ -13,7 +13,7 @@ _FLAGS = [
     "xla_cpu_parallel_codegen_split_count=1",  # each worker has a core
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # XLA's older emitters, gone since, compile in two thirds of the time.
+    # XLA's older emitters, gone since, compile faster.
     _FLAGS.append("xla_cpu_use_fusion_emitters=false")
 for _flag in _FLAGS:
     if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
@@ -29,7 +29,8 @@ import directkv_jax  # noqa: E402
 def short_compilation():
     """What a test compiles runs once or twice: on a CPU, optimizing it takes longer than it saves.
 
-    For GPUs, and in the processes that tests start, programs are compiled as a user's are.
+    For GPUs programs are compiled as a user's are; in the processes that tests start too, but for
+    the flags above.
     """
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)

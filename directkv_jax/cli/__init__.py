@@ -39,8 +39,8 @@ class _Parser(argparse.ArgumentParser):
 def run_as_program() -> NoReturn:
     """`main` as a process. After Ctrl-C it ends at once.
 
-    What the device still computes is not waited for: to leave Python in the middle of a long prompt
-    took seconds, and crashed when the computation that it waited for came to its end.
+    What the device still computes is not waited for: Python would, for as long as a layer of a long
+    prompt takes, and can crash when that comes to its end.
     """
     status = main()
     if status == INTERRUPTED:

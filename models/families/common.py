@@ -120,7 +120,7 @@ class Values:
         Args:
           sliding: index of a layer -> whether, where the file does not say.
         """
-        count = positive("num_hidden_layers", self["num_hidden_layers"])
+        count = self["num_hidden_layers"]
         types = self.get("layer_types") or [
             "sliding_attention" if sliding(index) else "full_attention" for index in range(count)
         ]

@@ -395,12 +395,3 @@ def test_no_gpu():
     new = np.zeros((1, 1, 2, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r'implementation="cuda" cannot .* CUDA'):
         directkv_jax.decode_attention(new, new, new, cache, implementation="cuda")
-
-
-@pytest.mark.parametrize("placement", ["host", "device"])
-def test_more_memory_than_addresses(placement):
-    with pytest.raises(MemoryError, match="memory"):
-        directkv_jax.KVCache.create(
-            1, 1 << 30, num_kv_heads=64, head_dim=512, dtype=jnp.float32, page_size=4096,
-            placement=placement,
-        )  # fmt: skip

@@ -99,3 +99,12 @@ def test_caches_made_under_jit_have_the_host_type():
 def test_base_pointers_are_the_arrays_own():
     array = jnp.zeros((3, 5))
     assert memory.base_pointers(array) == [(array.unsafe_buffer_pointer(), 60)]
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_more_memory_than_addresses(placement):
+    with pytest.raises(MemoryError, match="memory"):
+        directkv_jax.KVCache.create(
+            1, 1 << 30, num_kv_heads=64, head_dim=512, dtype=jnp.float32, page_size=4096,
+            placement=placement,
+        )  # fmt: skip
