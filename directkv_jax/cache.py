@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from directkv_jax import _checks, _page_table, _pages, _rows, memory, saving
 from directkv_jax._layout import MAX_LENGTH, PageLayout
 from directkv_jax._platform import any_tracer, is_concrete
+from directkv_jax._saved import Saved
 from directkv_jax._sharding import CacheSpecs, axis_size, check_split, named
 from directkv_jax._tracking import track, untrack
 from directkv_jax.implementations import Storage
@@ -319,7 +320,7 @@ class KVCache:
             longer than `max_length`.
           MemoryError: the memory cannot be had.
         """
-        return saving.Saved(path).load("cache", max_length=max_length, placement=placement)
+        return Saved(path).load("cache", max_length=max_length, placement=placement)
 
     def adopt(self) -> KVCache:
         """Accepts the present buffer after a deliberate copy, as by `jax.device_put`."""

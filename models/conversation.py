@@ -10,7 +10,7 @@ from typing import Any
 from directkv_jax.models.generate import complete
 from directkv_jax.models.result import Generation, Piece
 from directkv_jax.models.session import Session
-from directkv_jax.models.tokenizer import Tokenizer
+from directkv_jax.models.tokenizer import Tokenizer, check_messages
 from directkv_jax.models.transformer import Transformer
 
 Message = Mapping[str, str]
@@ -93,13 +93,14 @@ class Chat:
         """A saved chat, to go on with; arguments and errors as `Session.load`.
 
         Raises:
-          ValueError: the file holds no chat.
+          ValueError: the file holds no chat, or a damaged one.
         """
         session = Session.load(path, model, tokenizer, **options)
-        if _MESSAGES not in session.metadata:
+        try:
+            return cls(session, messages=_saved_messages(path, session.metadata))
+        except ValueError:
             session.close()
-            raise ValueError(f"{path} holds a session, but no chat.")
-        return cls(session, messages=json.loads(session.metadata[_MESSAGES]))
+            raise
 
     def _answer(self, said: Message, stream: Generator) -> Generator:
         answer, began = "", False
@@ -112,3 +113,14 @@ class Chat:
             stream.close()
             if began:
                 self.messages += [said, {"role": "assistant", "content": answer}]
+
+
+def _saved_messages(path: str | os.PathLike, metadata: Mapping[str, str]) -> list[Message]:
+    if _MESSAGES not in metadata:
+        raise ValueError(f"{path} holds a session, but no chat.")
+    try:
+        messages = json.loads(metadata[_MESSAGES])
+        check_messages(messages)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: no messages of a chat: {error}") from error
+    return messages

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from directkv_jax import saving
+from directkv_jax._saved import Saved
 from directkv_jax.models.cache import ModelCache
 from directkv_jax.models.transformer import Transformer
 
@@ -32,11 +35,15 @@ def save(
       metadata: texts to keep beside them.
 
     Raises:
+      TypeError: metadata that are no texts.
       ValueError: the cache was donated away or deleted.
       OSError: the file cannot be written.
     """
     caches = {f"part{index}": part for index, part in enumerate(cache.parts)}
-    given = {f"{_GIVEN}{name}": text for name, text in metadata.items()}
+    given = {
+        f"{_GIVEN}{name}" if isinstance(name, str) else name: text
+        for name, text in metadata.items()
+    }
     saving.save(
         path, caches, {**given, "model": fingerprint(model)},
         {"tokens": np.asarray(tokens, np.int32)},
@@ -61,7 +68,7 @@ def load(
         length of the cache and would be another.
       MemoryError: the memory for the cache cannot be had.
     """
-    saved = saving.Saved(path)
+    saved = Saved(path)
     if saved.metadata.get("model") != fingerprint(model):
         raise ValueError(
             f"{path} holds keys and values of another model, or of the same one in another dtype. "
@@ -70,6 +77,7 @@ def load(
     descriptions = [saved.description(f"part{index}") for index in range(len(model.config.parts))]
     before = descriptions[0]["max_length"]
     _check_rope(model, before, max_length or before)
+    tokens = _tokens(saved, model, descriptions)
     parts = [
         saved.load(
             f"part{index}", max_length=max_length,
@@ -77,7 +85,6 @@ def load(
         )
         for index, known in enumerate(descriptions)
     ]  # fmt: skip
-    tokens = tuple(saved.array("tokens").tolist())
     cache = ModelCache(tuple(parts))
     # A window also keeps what was taken back; the row is as long as its tokens.
     given = {
@@ -86,6 +93,21 @@ def load(
         if name.startswith(_GIVEN)
     }
     return cache.truncate(len(tokens)), tokens, given
+
+
+def _tokens(
+    saved: Saved, model: Transformer, descriptions: Sequence[Mapping[str, Any]]
+) -> tuple[int, ...]:
+    """Those of the row, once it is sure that every part of the cache has them."""
+    tokens = tuple(saved.array("tokens").tolist())
+    if not all(0 <= token < model.config.vocab_size for token in tokens):
+        raise saved.damaged("it holds tokens that the model does not know")
+    for index, (part, known) in enumerate(zip(model.config.parts, descriptions, strict=True)):
+        if any(known[name] != value for name, value in dataclasses.asdict(part).items()):
+            raise saved.damaged(f"`part{index}` should be of {part}, but is of {known}")
+        if int(saved.array(f"part{index}.lengths", length=1)[0]) < len(tokens):
+            raise saved.damaged(f"`part{index}` holds fewer than its {len(tokens)} tokens")
+    return tokens
 
 
 def _check_rope(model: Transformer, before: int, after: int) -> None:
@@ -101,8 +123,9 @@ def _check_rope(model: Transformer, before: int, after: int) -> None:
 
 
 def fingerprint(model: Transformer) -> str:
-    """What tells models apart whose caches look alike: the configuration, and of every weight some."""
-    digest = hashlib.sha256(repr((model.config, model.dtype.name)).encode())
+    """What tells models apart whose caches look alike: constants, and samples of all weights."""
+    config = dataclasses.replace(model.config, bos_token_id=None, eos_token_id=())  # of texts
+    digest = hashlib.sha256(repr((config, model.dtype.name)).encode())
     samples = []
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         array = variable.get_value()

@@ -181,6 +181,7 @@ class Session:
           metadata: texts to keep beside them; `metadata` of what `load` returns.
 
         Raises:
+          TypeError: metadata that are no texts.
           ValueError: the session is closed, or one of its streams is open.
           OSError: the file cannot be written.
         """

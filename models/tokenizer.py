@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 REPLACEMENT = "\ufffd"  # what the decoder shows for the first bytes of an unfinished character
 
@@ -52,7 +52,7 @@ class Tokenizer:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
           TypeError: `messages` is of another kind; a template would render anything.
         """
-        _check_messages(messages)
+        check_messages(messages)
         if self.chat_template is None:
             raise ValueError(
                 "this tokenizer has no chat template, so messages cannot be rendered. "
@@ -82,7 +82,8 @@ class Tokenizer:
         return StreamDecoder(self)
 
 
-def _check_messages(messages) -> None:
+def check_messages(messages: Any) -> None:
+    """Raises TypeError for what are no messages of a chat, which a template would still render."""
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"`messages` should be a list of messages, but got {messages!r:.80}.")
     for message in messages:
@@ -102,7 +103,7 @@ def _environment():
     class GenerationTag(Extension):
         """`{% generation %}` marks for training what the model said; here it is what is in it."""
 
-        tags: set[str] = {"generation"}
+        tags: ClassVar[set[str]] = {"generation"}
 
         def parse(self, parser):
             """The nodes between the tags."""

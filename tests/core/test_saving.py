@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import cache_builder
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from damaged import rewritten
 from safetensors import safe_open
 
 import directkv_jax
@@ -97,10 +99,77 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
     path.write_bytes(whole.replace(saving.FORMAT.encode(), b"something else      "))
     with pytest.raises(ValueError, match="should have the format"):
         directkv_jax.KVCache.load(path)
-    # Sizes that contradict each other, found before the pages are written.
-    path.write_bytes(whole.replace(b'\\"num_layers\\": 1', b'\\"num_layers\\": 2'))
-    with pytest.raises(ValueError, match="should hold 5 pages"):
-        directkv_jax.KVCache.load(path)
+
+
+# What a damaged description may say; another placement or a longer row is no damage.
+BAD_DESCRIPTIONS = [
+    (key, value)
+    for key in ("page_size", "num_kv_heads", "head_dim", "num_layers", "max_length", "rollback")
+    for value in (None, "16", 1.5, True, [], {}, -1, 1 << 40)
+] + [
+    ("num_layers", 2), ("head_dim", 72), ("num_kv_heads", 1), ("dtype", "int32"), ("dtype", "x"),
+    ("dtype", "float16"), ("dtype", None), ("placement", "disk"), ("placement", None),
+    ("window", 0), ("window", "x"), ("window", 20),
+]  # fmt: skip
+
+
+def test_damaged_headers_name_the_file(tmp_path, monkeypatch):
+    """Found before memory is taken for the pages."""
+    path = tmp_path / "cache"
+    cache_builder.build(LENGTHS, max_length=48).cache.save(path)
+    whole = path.read_bytes()
+
+    def retyped(name, dtype, shape):
+        def change(header):
+            header[name] |= {"dtype": dtype, "shape": shape}
+
+        return change
+
+    def described(key, value):
+        def change(header):
+            known = json.loads(header["__metadata__"]["cache"])
+            header["__metadata__"]["cache"] = json.dumps({**known, key: value})
+
+        return change
+
+    def replaced(text):
+        return lambda header: header["__metadata__"].update(cache=text)
+
+    def dropped(name):
+        return lambda header: header.update({name + "?": header.pop(name)})
+
+    def lengthened(header):
+        header["cache.lengths"], header["cache.overflowed"] = (
+            header["cache.lengths"] | {"dtype": "BOOL", "shape": [16]},
+            header["cache.overflowed"] | {"dtype": "I32", "shape": [1]},
+        )
+
+    changes = [
+        *(described(key, value) for key, value in BAD_DESCRIPTIONS),
+        *map(replaced, ("", "null", "[]", '"cache"', "{}", "[" * 100_000)),
+        *map(dropped, ("cache.lengths", "cache.overflowed", "cache.pages")),
+        retyped("cache.lengths", "F32", [4]), retyped("cache.lengths", "I32", [2, 2]),
+        retyped("cache.pages", "I32", [5, 1, 2, 2048]),
+        retyped("cache.pages", "F32", [10, 1, 1, 2048]), lengthened,
+    ]  # fmt: skip
+    monkeypatch.setattr(directkv_jax._saved, "_write", None)  # nothing gets so far
+    for change in changes:
+        path.write_bytes(rewritten(whole, change))
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            directkv_jax.KVCache.load(path)
+    lengths = np.int32(LENGTHS).tobytes()
+    for bad in ([5, 16, 33, -1], [5, 16, 32, 0], [5, 16, 1000, 0]):  # 2 pages for the third
+        path.write_bytes(whole.replace(lengths, np.int32(bad).tobytes(), 1))
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            directkv_jax.KVCache.load(path)
+
+
+def test_metadata_are_texts(tmp_path):
+    cache = cache_builder.build(LENGTHS, max_length=48).cache
+    for metadata in ({"a": 5}, {1: "a"}, {"a": None}):
+        with pytest.raises(TypeError, match="should be texts"):
+            saving.save(tmp_path / "cache", {"cache": cache}, metadata)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -123,7 +192,7 @@ def test_the_file_is_safetensors(tmp_path):
     cache_builder.build(LENGTHS, max_length=48).cache.save(tmp_path / "cache")
     with safe_open(tmp_path / "cache", framework="numpy") as file:
         assert set(file.keys()) == {
-            "cache.lengths", "cache.counts", "cache.overflowed", "cache.pages"
+            "cache.lengths", "cache.overflowed", "cache.pages"
         }  # fmt: skip
         assert json.loads(file.metadata()["cache"])["head_dim"] == 64
 

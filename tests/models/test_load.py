@@ -177,7 +177,7 @@ def test_ids_beyond_the_embedding(fresh):
     tokenizer = json.loads((fresh / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["far"] = 5000
     (fresh / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="the tokenizer knows 5001 tokens, but .* has 272 rows"):
+    with pytest.raises(ValueError, match=r"the tokenizer knows 5001 tokens, but .* has 272 rows"):
         quietly(fresh)
 
 

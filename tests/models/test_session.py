@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 
 import jax
 import numpy as np
 import pytest
 import windowed
+from damaged import rewritten
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,9 +91,10 @@ def test_what_an_interrupt_lost_is_read_again(loaded, session, monkeypatch, tmp_
         call(*args, **kwargs)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Decoder, method, interrupted)
-        session.complete((*ids, 5), max_new_tokens=8)
+        with pytest.raises(KeyboardInterrupt):
+            session.complete((*ids, 5), max_new_tokens=8)
     assert session.cache.is_deleted()
     session.save(tmp_path / "session")
     assert session.complete(ids, max_new_tokens=5).tokens[0] == fresh(loaded, ids, 5)
@@ -198,6 +202,62 @@ def test_a_session_of_another_model_is_refused(loaded, session, tmp_path):
             models.Session.load(tmp_path / "session", model, tokenizer)
     finally:
         kernel[...] = value
+
+
+def test_what_ends_a_text_does_not_change_its_cache(loaded, session, tmp_path):
+    session.complete("ab", max_new_tokens=1)
+    session.save(tmp_path / "session")
+    graphdef, state = nnx.split(loaded[0])
+    other = nnx.merge(graphdef, state)
+    other.config = dataclasses.replace(other.config, eos_token_id=(5,))
+    with models.Session.load(tmp_path / "session", other, loaded[1]) as again:
+        assert again.tokens == session.tokens
+
+
+def test_metadata_that_are_no_texts_are_refused_before_a_file_is_written(session, tmp_path):
+    for metadata in ({"a": 5}, {5: "a"}):
+        with pytest.raises(TypeError, match="should be texts"):
+            session.save(tmp_path / "session", metadata)
+    assert not any(tmp_path.iterdir())
+
+
+def test_damaged_sessions_name_the_file(loaded, session, tmp_path):
+    path = tmp_path / "session"
+    session.complete("abcab", max_new_tokens=1)
+    session.save(path, {"messages": "[]"})
+    whole = path.read_bytes()
+
+    def described(key, value):
+        def change(header):
+            known = json.loads(header["__metadata__"]["part0"])
+            header["__metadata__"]["part0"] = json.dumps({**known, key: value})
+
+        return change
+
+    def messages(text):
+        return lambda header: header["__metadata__"].update({"given.messages": text})
+
+    def retyped(header):
+        header["tokens"]["dtype"] = "F32"
+
+    def refused(damaged, load):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            load(path, *loaded)
+
+    for change in (described("head_dim", 72), described("num_kv_heads", None), retyped):
+        refused(rewritten(whole, change), models.Session.load)
+    tokens = np.int32(session.tokens).tobytes()
+    refused(whole.replace(tokens, np.int32([1 << 20] * len(session.tokens)).tobytes()),
+            models.Session.load)  # fmt: skip
+    # A row that lacks the last of its tokens.
+    length = np.int32([len(session.tokens)]).tobytes()
+    at = whole.rindex(length)
+    refused(whole[:at] + np.int32([1]).tobytes() + whole[at + 4 :], models.Session.load)
+    for text in ("", "{}", "[1]", '[{"role": 1}]', '[{"role": "user", "content": 5}]', "[" * 9999):
+        refused(rewritten(whole, messages(text)), models.Chat.load)
+    path.write_bytes(whole)
+    models.Chat.load(path, *loaded).session.close()
 
 
 def test_bad_calls_are_refused_before_anything_is_lost(loaded, session):
