@@ -61,16 +61,16 @@ class RoPE:
         """
         values = {name: value for name, value in (scaling or {}).items() if value is not None}
         kind = values.get("rope_type", values.get("type", "default"))
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise NotImplementedError(
                 f"`rope_type` should be one of {', '.join(SCALINGS)}, but got {kind!r}."
             )
         theta = values.get("rope_theta", theta)
         fraction = values.get("partial_rotary_factor", rotary_fraction)
-        if not theta > 0:
-            raise ValueError(f"`theta` should be positive, but got {theta}.")
-        if not 0 < fraction <= 1:
-            raise ValueError(f"`rotary_fraction` should be in (0, 1], but got {fraction}.")
+        if not _is_number(theta) or not 0 < theta < math.inf:
+            raise ValueError(f"`theta` should be positive, but got {theta!r}.")
+        if not _is_number(fraction) or not 0 < fraction <= 1:
+            raise ValueError(f"`rotary_fraction` should be in (0, 1], but got {fraction!r}.")
         dim = int(head_dim * fraction)
         if dim < 2 or dim % 2:
             raise ValueError(
@@ -78,7 +78,10 @@ class RoPE:
                 f"H={head_dim}."
             )
         numbers = _Numbers(kind, values, theta, dim, max_position, capacity)
-        frequencies, factor = SCALINGS[kind](numbers)
+        try:
+            frequencies, factor = SCALINGS[kind](numbers)
+        except ArithmeticError as error:
+            raise ValueError(f"The scaling {values} cannot be computed: {error}.") from error
         if not np.all(np.isfinite(frequencies)) or not math.isfinite(factor):
             raise ValueError(f"The scaling {values} gives frequencies that are not finite.")
         return cls(tuple(map(float, frequencies)), float(factor))
@@ -143,7 +146,7 @@ class _Numbers:
     def positive(self, name: str) -> float:
         """A required number above 0."""
         value = self[name]
-        if not isinstance(value, (int, float)) or not value > 0:
+        if not _is_number(value) or not value > 0:
             raise ValueError(f"`{name}` should be a positive number, but got {value!r}.")
         return value
 
@@ -152,10 +155,10 @@ class _Numbers:
         """The longest context of the first training, which the scaling extends."""
         name = "original_max_position_embeddings"
         length = self.values.get(name, self.max_position)
-        if length is None or length < 1:
+        if length is None or not _is_number(length) or length < 1:
             raise ValueError(
                 f"RoPE scaling of type {self.kind!r} needs `{name}` or `max_position`, "
-                f"but got {length}."
+                f"but got {length!r}."
             )
         return length
 
@@ -172,6 +175,10 @@ class _Numbers:
         """float64 `[R/2]`: the frequencies without scaling."""
         exponent = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
         return (self.theta if theta is None else theta) ** -exponent
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 _Resolved = tuple[np.ndarray, float]
@@ -216,8 +223,8 @@ def _yarn(n: _Numbers) -> _Resolved:
     def index(turns: float) -> float:  # of the frequency that turns so often, not rounded
         return n.dim * math.log(n.trained / (turns * 2 * math.pi)) / (2 * math.log(n.theta))
 
-    first = index(n.values.get("beta_fast") or 32)
-    last = index(n.values.get("beta_slow") or 1)
+    first = index(n.positive("beta_fast") if "beta_fast" in n.values else 32)
+    last = index(n.positive("beta_slow") if "beta_slow" in n.values else 1)
     if n.values.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, n.dim - 1)
@@ -226,8 +233,8 @@ def _yarn(n: _Numbers) -> _Resolved:
     scaled = divided * frequency / factor + (1 - divided) * frequency
     if "attention_factor" in n.values:
         return scaled, n.positive("attention_factor")
-    numerator, denominator = n.values.get("mscale"), n.values.get("mscale_all_dim")
-    if numerator and denominator:
+    if n.values.get("mscale") and n.values.get("mscale_all_dim"):
+        numerator, denominator = n.positive("mscale"), n.positive("mscale_all_dim")
         return scaled, _magnitude(factor, numerator) / _magnitude(factor, denominator)
     return scaled, _magnitude(factor, 1.0)
 
@@ -240,10 +247,14 @@ def _longrope(n: _Numbers) -> _Resolved:
     # One divisor for each frequency, from one of two lists.
     is_long = n.capacity is not None and n.capacity > n.trained
     name = "long_factor" if is_long else "short_factor"
-    divisors = np.asarray(n[name], np.float64)
-    if divisors.shape != (n.dim // 2,) or not np.all(divisors > 0):
+    divisors = n[name]
+    if (
+        not isinstance(divisors, (list, tuple, np.ndarray))
+        or len(divisors) != n.dim // 2
+        or not all(_is_number(each) and each > 0 for each in divisors)
+    ):
         raise ValueError(f"`{name}` should be R/2 = {n.dim // 2} positive numbers.")
-    frequency = n.plain() / divisors
+    frequency = n.plain() / np.asarray(divisors, np.float64)
     if "attention_factor" in n.values:
         return frequency, n.positive("attention_factor")
     if (factor := n.extension) <= 1:

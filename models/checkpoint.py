@@ -132,6 +132,11 @@ def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
         elif (got := checkpoint.tensors[name].shape) != shape:
             mis_shaped.append(f"mis-shaped: `{name}`, expected {shape}, got {got}")
     head = f"{checkpoint.layout.head}.weight"
+    if tied and not (missing or mis_shaped) and _contradicts(checkpoint, head):
+        mis_shaped.append(
+            f"contradictory: `{head}` differs from the embedding, but `tie_word_embeddings` says "
+            "that they are one. Set it to false to use both"
+        )
     unexpected = [
         f"unexpected: `{name}`, got shape {tensor.shape}"
         for name, tensor in checkpoint.tensors.items()
@@ -147,6 +152,14 @@ def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
             f"the weights in {checkpoint.path} do not fit its configuration ({count} problems). "
             "Check that the files belong together and are complete:\n  " + "\n  ".join(lines)
         )
+
+
+def _contradicts(checkpoint: Checkpoint, head: str) -> bool:
+    """Whether a file whose configuration says so has no copy of the embedding as its output."""
+    if head not in checkpoint.tensors:
+        return False
+    ours, theirs = (checkpoint.tensors[name] for name in (checkpoint.layout.embedding, head))
+    return ours.shape != theirs.shape or not np.array_equal(ours.read(), theirs.read())
 
 
 def _shortened(lines: list[str]) -> Iterator[str]:
@@ -179,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path.parent} should hold `{path.name}`, but does not.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} should be JSON, but could not be parsed: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} should hold a JSON object, but got {type(value).__name__}.")

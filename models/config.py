@@ -13,6 +13,7 @@ from typing import Any
 
 from directkv_jax._layout import pages_for
 from directkv_jax._page_table import ring_pages
+from directkv_jax.models.kinds import AMOUNT, COUNT, NUMBER, POSITIVE, check_all
 from directkv_jax.rope import RoPE
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
@@ -76,7 +77,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         for name in ("count", "per_token", "width"):
-            positive(f"experts.{name}", getattr(self, name))
+            COUNT.check(f"experts.{name}", getattr(self, name))
         if self.per_token > self.count:
             raise ValueError(
                 f"a token should go to at most {self.count} experts, but got {self.per_token}."
@@ -109,7 +110,7 @@ class LayerConfig:
         for name in (
             "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
         ):  # fmt: skip
-            positive(name, getattr(self, name))
+            COUNT.check(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_attention_heads` (N={self.num_attention_heads}) should be a multiple of "
@@ -118,7 +119,7 @@ class LayerConfig:
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` should be even, but got {self.head_dim}.")
         if self.window is not None:
-            positive("sliding_window", self.window)
+            COUNT.check("sliding_window", self.window)
         if self.rope is not None:
             self.rope.resolve(self.head_dim)  # raises where its numbers make no sense
 
@@ -149,6 +150,13 @@ class Part:
     def keeps_window(self, max_length: int, page_size: int, rollback: int = 0) -> bool:
         """Whether the cache of a row that long is a ring."""
         return self.pages(max_length, page_size, rollback) < pages_for(max_length, page_size)
+
+
+_KINDS = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "max_position_embeddings"), COUNT),
+    **dict.fromkeys(("norm_eps", "attention_soft_cap", "logit_soft_cap"), AMOUNT),
+    "norm_offset": NUMBER, "embedding_scale": POSITIVE,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +216,10 @@ class ModelConfig:
     eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
-            positive(name, getattr(self, name))
-        positive("num_hidden_layers", len(self.layers))
+        check_all(_KINDS, vars(self))
+        COUNT.check("num_hidden_layers", len(self.layers))
+        if self.attention_scale is not None:
+            POSITIVE.check("attention_scale", self.attention_scale)
         if self.hidden_size % 8:
             raise ValueError(
                 f"`hidden_size` should be a multiple of 8, but got {self.hidden_size}."
@@ -254,39 +263,3 @@ class ModelConfig:
 
 def _kind(layer: LayerConfig) -> tuple[int, int, int | None]:
     return layer.num_key_value_heads, layer.head_dim, layer.window
-
-
-def positive(name: str, value: Any) -> int:
-    """`value`, a positive int.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` should be a positive int, but got {value!r}.")
-    return value
-
-
-MAX_LAYERS = 4096  # of any model there is, by far: a file that names more is damaged
-
-
-def layer_count(name: str, value: Any) -> int:
-    """`value`, how many layers a file names, before anything is made for each.
-
-    Raises:
-      ValueError: it is no positive int, or far too many.
-    """
-    if positive(name, value) > MAX_LAYERS:
-        raise ValueError(f"`{name}` should be at most {MAX_LAYERS}, but got {value}.")
-    return value
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` is an int, a list or absent in the files; here always a tuple."""
-    if value is None:
-        return ()
-    values = value if isinstance(value, list | tuple) else [value]
-    for token in values:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"a token id should be an int, 0 or more, but is {token!r:.80}.")
-    return tuple(values)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from directkv_jax.models import families
-from directkv_jax.models.config import LayerConfig, ModelConfig, layer_count, positive
+from directkv_jax.models.config import LayerConfig, ModelConfig
+from directkv_jax.models.families.common import KINDS
 from directkv_jax.models.gguf_architectures import ARCHITECTURES, Architecture
+from directkv_jax.models.kinds import COUNT, INDEX, POSITIVE, Kind, check_all
 
 # Key of a `config.json` -> key of the metadata, after the name of the architecture.
 _KEYS = {
@@ -49,6 +51,11 @@ _FACTORS = {
     "short_factor": "rope_factors_short.weight",
     "long_factor": "rope_factors_long.weight",
 }
+_CHECKED: dict[str, Kind] = {
+    **{key: KINDS[name] for name, key in _KEYS.items()},
+    **dict.fromkeys(_SCALING.values(), POSITIVE),
+    "rope.dimension_count": COUNT, "attention.sliding_window": INDEX, "attention.scale": POSITIVE,
+}  # fmt: skip
 _DIVISORS = "rope_freqs.weight"
 ROPE_TENSORS = (_DIVISORS, *_FACTORS.values())
 
@@ -76,10 +83,10 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
       NotImplementedError: the file has what its family does not support.
     """
     name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"`general.architecture` should be one of {known}, but got {name!r}.")
-    if file.metadata.get("split.count", 1) > 1:
+    if INDEX.check("split.count", file.metadata.get("split.count", 1)) > 1:
         raise ValueError("the file is one part of a split GGUF. Merge the parts first.")
     architecture, prefix = ARCHITECTURES[name], f"{name}."
     held = {
@@ -89,16 +96,18 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
     }
     if missing := [f"`{prefix}{key}`" for key in _REQUIRED if key not in held]:
         raise ValueError(f"the metadata lacks {', '.join(missing)}.")
-    heads = positive(f"{prefix}attention.head_count", held["attention.head_count"])
-    per_head = held["embedding_length"] // heads
-    head_dim = positive(f"{prefix}attention.key_length", held.get("attention.key_length", per_head))
+    check_all(_CHECKED, held, prefix)
+    per_head = held["embedding_length"] // held["attention.head_count"]
+    head_dim = COUNT.check(
+        f"{prefix}attention.key_length", held.get("attention.key_length", per_head)
+    )
     rotary = held.get("rope.dimension_count", head_dim)
     if architecture.permuted and rotary != head_dim:
         raise ValueError(f"`{prefix}rope.dimension_count` should be {head_dim}, but got {rotary}.")
     values = {
         **architecture.values,
         **{key: held[other] for key, other in _KEYS.items() if other in held},
-        **_from_tensors(file, layer_count(f"{prefix}block_count", held["block_count"])),
+        **_from_tensors(file, held["block_count"]),
         **_windows(held, architecture, prefix),
         "model_type": next(
             (kind for key, kind in architecture.variants.items() if held.get(key)),
@@ -135,7 +144,7 @@ def _windows(held: Mapping[str, Any], architecture: Architecture, prefix: str) -
     if isinstance(pattern, list):
         kinds = ("full_attention", "sliding_attention")
         return {"sliding_window": window, "layer_types": [kinds[bool(each)] for each in pattern]}
-    period = positive(f"{prefix}attention.sliding_window_pattern", pattern)
+    period = COUNT.check(f"{prefix}attention.sliding_window_pattern", pattern)
     return {"sliding_window": window, "sliding_window_pattern": period}
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from directkv_jax.models.gguf_vocabulary import CONTROL, KINDS, NORMAL, SPACE, USER_DEFINED
+from directkv_jax.models.kinds import FLAG, INDEX, INTS, NUMBERS, TEXT, TEXTS, Kind, check_all
 from directkv_jax.models.tokenizer import Tokenizer
+
+_CHECKED: dict[str, Kind] = {
+    **{f"tokenizer.ggml.{name}": kind for name, kind in {
+        "model": TEXT, "pre": TEXT, "tokens": TEXTS, "merges": TEXTS, "token_type": INTS,
+        "scores": NUMBERS, "add_bos_token": FLAG, "add_space_prefix": FLAG,
+    }.items()},
+    "tokenizer.chat_template": TEXT,
+}  # fmt: skip
 
 # Tokens that end an answer, though files name another one as the end of a text.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -17,6 +26,7 @@ def tokenizer_from_metadata(metadata: dict[str, Any]) -> Tokenizer:
     Raises:
       ValueError: keys are missing or describe a kind of tokenizer this cannot rebuild.
     """
+    check_all(_CHECKED, metadata)
     if (kind := metadata.get("tokenizer.ggml.model")) not in KINDS:
         raise ValueError(
             f"`tokenizer.ggml.model` should be one of {', '.join(KINDS)}, but got {kind!r}. "
@@ -59,7 +69,7 @@ def tokenizer_from_metadata(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _id(metadata: dict[str, Any], key: str, count: int) -> int:
-    if not 0 <= (index := metadata[key]) < count:
+    if (index := INDEX.check(key, metadata[key])) >= count:
         raise ValueError(f"`{key}` should be one of {count} tokens, but got {index}.")
     return index
 

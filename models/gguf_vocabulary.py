@@ -78,11 +78,17 @@ def byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tuple[Any,
         )
     if not metadata.get("tokenizer.ggml.merges"):
         raise ValueError("the metadata lacks `tokenizer.ggml.merges`.")
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    if (single := next((merge[0] for merge in merges if len(merge) == 1), None)) is not None:
+        raise ValueError(
+            f"each of `tokenizer.ggml.merges` should be two tokens and a space, but one is "
+            f"{single!r:.80}."
+        )
     how = SPLITTINGS[name]
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]],
+            merges=merges,
             ignore_merges=how.whole,
         )
     )

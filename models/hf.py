@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import safetensors
 
 from directkv_jax.models import families
 from directkv_jax.models.checkpoint import Checkpoint, Tensor, read_json
-from directkv_jax.models.config import ModelConfig, token_ids
+from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.families.common import Family
+from directkv_jax.models.kinds import MAPPING, TEXT, token_ids
 from directkv_jax.models.tokenizer import Tokenizer
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -41,7 +44,7 @@ def open_config(path: Path) -> tuple[Family, ModelConfig]:
       ValueError: it is for another architecture, or for quantized weights.
     """
     values = read_json(path / "config.json")
-    if "quantization_config" in values:
+    if values.get("quantization_config") is not None:
         raise ValueError(
             f"{path} holds quantized weights (`quantization_config`), expected plain bfloat16, "
             "float16 or float32. Take the unquantized checkpoint or a GGUF file."
@@ -130,32 +133,45 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         raise ValueError(f"{file} could not be read as a tokenizer: {error}") from error
     options = _optional_json(path / "tokenizer_config.json")
     generation = _optional_json(path / "generation_config.json")
-    try:
-        special = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (token := options.get(name)) is not None
-        }
+    with _named(path / "generation_config.json"):
         eos = token_ids(generation.get("eos_token_id")) or config.eos_token_id
-        if not eos and (named := backend.token_to_id(special.get("eos_token", ""))) is not None:
-            eos = (named,)
-        template = _chat_template(path, options)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: tokenizer_config.json, generation_config.json or chat_template.jinja is "
-            f"damaged: {error}"
-        ) from error
+    with _named(path / "tokenizer_config.json"):
+        special = _special_tokens(options)
+        template = _named_template(options.get("chat_template"))
+    if (file := path / "chat_template.jinja").is_file():
+        with _named(file):
+            template = file.read_text(encoding="utf-8")
+    if not eos and (named := backend.token_to_id(special.get("eos_token", ""))) is not None:
+        eos = (named,)
     return Tokenizer(backend, config.bos_token_id, eos, template, special)
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Errors of what a file holds begin with its name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _chat_template(path: Path, options: dict[str, Any]) -> str | None:
-    if (file := path / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    template = options.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+def _special_tokens(options: dict[str, Any]) -> dict[str, str]:
+    special = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = options.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            special[name] = TEXT.check(name, text)
+    return special
+
+
+def _named_template(template: Any) -> str | None:
+    """A chat template, or of several, `{"name": ..., "template": ...}` each, the default one."""
+    if isinstance(template, list):
+        named = [MAPPING.check("chat_template", each) for each in template]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    return None if template is None else TEXT.check("chat_template", template)

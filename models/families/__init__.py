@@ -26,8 +26,8 @@ def find(values: Mapping[str, Any]) -> Family:
       ValueError: `model_type` is missing or unknown.
     """
     kind = values.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
-            f"`model_type` should be one of {', '.join(sorted(FAMILIES))}, but got {kind!r}."
+            f"`model_type` should be one of {', '.join(sorted(FAMILIES))}, but got {kind!r:.80}."
         )
     return FAMILIES[kind]

@@ -11,10 +11,22 @@ from directkv_jax.models.config import (
     LayerConfig,
     ModelConfig,
     RopeConfig,
-    layer_count,
-    positive,
-    token_ids,
 )  # fmt: skip
+from directkv_jax.models.kinds import (
+    AMOUNT,
+    COUNT,
+    FLAG,
+    INDEX,
+    INTS,
+    LAYERS,
+    LIST,
+    MAPPING,
+    POSITIVE,
+    TEXT,
+    Kind,
+    check_all,
+    token_ids,
+)
 from directkv_jax.models.names import LLAMA, Names
 
 _ACTIVATIONS = {
@@ -45,11 +57,47 @@ class Family:
         return next((names for names in known if names.embedding in tensors), self.names)
 
 
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys((
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "sliding_window",
+        "sliding_window_pattern", "max_position_embeddings", "original_max_position_embeddings",
+        "decoder_sparse_step", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
+    ), COUNT),
+    # 0 of them in files of a family that can have experts.
+    **dict.fromkeys((
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "max_window_layers", "bos_token_id",
+    ), INDEX),
+    **dict.fromkeys((
+        "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "query_pre_attn_scalar",
+    ), POSITIVE),
+    **dict.fromkeys(
+        ("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping"), AMOUNT
+    ),
+    **dict.fromkeys((
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "enable_bias", "use_sliding_window",
+        "norm_topk_prob", "do_layer_norm_before", "use_bidirectional_attention",
+    ), FLAG),
+    **dict.fromkeys(
+        ("model_type", "hidden_act", "hidden_activation", "activation_function"), TEXT
+    ),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config"), MAPPING),
+    "num_hidden_layers": LAYERS, "layer_types": LIST,
+    "mlp_only_layers": INTS, "no_rope_layers": INTS,
+}  # fmt: skip
+
+
 class Values:
-    """The values of a `config.json`; null counts as absent."""
+    """The values of a `config.json`; null counts as absent.
+
+    Raises:
+      ValueError: one is of another kind than `KINDS` says.
+    """
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = {name: value for name, value in values.items() if value is not None}
+        check_all(KINDS, self._values)
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -67,19 +115,15 @@ class Values:
         """All of these.
 
         Raises:
-          ValueError: naming every one that is missing, or there cannot be so many layers.
+          ValueError: naming every one that is missing.
         """
         if missing := [name for name in names if name not in self._values]:
             raise ValueError(f"the config lacks {', '.join(f'`{name}`' for name in missing)}.")
-        if "num_hidden_layers" in names:
-            layer_count("num_hidden_layers", self["num_hidden_layers"])
 
     @property
     def head_dim(self) -> int:
         """H; D / N when left out."""
-        return self.get("head_dim") or self["hidden_size"] // positive(
-            "num_attention_heads", self["num_attention_heads"]
-        )
+        return self.get("head_dim", self["hidden_size"] // self["num_attention_heads"])
 
     def rope(self, kind: str | None = None, **changes: Any) -> RopeConfig:
         """The rotary embedding, in either spelling.
@@ -91,7 +135,7 @@ class Values:
         # Transformers 5 moved theta and the scaling into one mapping.
         found = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if kind is not None and kind in found:
-            found = found[kind]
+            found = MAPPING.check(f"rope_parameters.{kind}", found[kind])
         found = {name: value for name, value in dict(found).items() if value is not None}
         if "type" in found:  # the key of older files
             found.setdefault("rope_type", found.pop("type"))
@@ -125,7 +169,7 @@ class Values:
             "sliding_attention" if sliding(index) else "full_attention" for index in range(count)
         ]
         known = ("full_attention", "sliding_attention")
-        if len(types) != count or not set(types) <= set(known):
+        if len(types) != count or not all(kind in known for kind in types):
             raise ValueError(
                 f"`layer_types` should be {count} of {', '.join(known)}, but got {types!r:.200}."
             )
@@ -135,9 +179,9 @@ class Values:
         self, rope: RopeConfig | None, window: int | None = None, experts: Experts | None = None
     ) -> LayerConfig:
         """A layer of the shapes all layers have."""
-        heads = positive("num_attention_heads", self["num_attention_heads"])
+        heads = self["num_attention_heads"]
         return LayerConfig(
-            heads, self.get("num_key_value_heads") or heads, self.head_dim,
+            heads, self.get("num_key_value_heads", heads), self.head_dim,
             self["intermediate_size"], rope, window, experts,
         )  # fmt: skip
 

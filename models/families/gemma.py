@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from directkv_jax.models.config import ModelConfig
@@ -41,13 +40,15 @@ def gemma3(values) -> ModelConfig:
 def gemma3_multimodal(values) -> ModelConfig:
     """The text model of Gemma 3 that also sees images."""
     text = Values(values)["text_config"]
-    if not isinstance(text, Mapping):
-        raise ValueError(f"`text_config` should be a mapping, but got {type(text).__name__}.")
     ends = {name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values}
     return gemma3({**_TEXT_DEFAULTS, **ends, **text, "model_type": values["model_type"]})
 
 
 def _options(held: Values) -> dict[str, Any]:
+    if held.get("use_bidirectional_attention", False):
+        raise NotImplementedError(
+            "A model whose tokens see later ones (`use_bidirectional_attention`) writes no text."
+        )
     bias = held.get("attention_bias", False)
     return {
         "activation": held.activation("hidden_activation", "hidden_act", default="gelu_tanh"),

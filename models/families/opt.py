@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from directkv_jax.models.config import LayerConfig, ModelConfig, token_ids
+from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.families.common import Family, Values
+from directkv_jax.models.kinds import token_ids
 from directkv_jax.models.names import LLAMA
 
 _OFFSET = 2  # rows of the table of positions before the first

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
+
 import pytest
 
 from directkv_jax.models import ModelConfig
 from directkv_jax.models.config import Experts
 
+PARITY = Path(__file__).parents[1] / "data" / "parity"
 BASE = {
     "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -36,6 +41,55 @@ def test_gemma3_in_both_spellings():
     assert first == second
     assert windows(first) == [8, 8, None] * 2
     assert [layer.rope.theta for layer in first.layers[1:3]] == [1e4, 1e6]
+
+
+WRONG = (
+    "x", "1", "", -1, -0.5, 1 << 70, True, [], [1], ["x"], [None], {}, {"a": 1}, float("nan"),
+    float("inf"), {"rope_type": []}, {"rope_theta": "x"}, {"partial_rotary_factor": "x"},
+    {"rope_type": "linear"}, {"rope_type": "linear", "factor": True},
+    {"rope_type": "yarn", "factor": "x"}, {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"},
+    {"rope_type": "yarn", "factor": 2.0, "mscale": "x", "mscale_all_dim": 1},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"},
+    {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1},
+    {"rope_type": "longrope", "short_factor": "x", "long_factor": [1]},
+    {"rope_type": "llama3", "factor": 1 << 2000, "low_freq_factor": 1, "high_freq_factor": 4},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", sorted(PARITY.iterdir()), ids=lambda folder: folder.name)
+def test_a_wrong_value_is_an_error_or_harmless(folder):
+    """Never another exception; and what every family computes with is named."""
+    values = json.loads((folder / "config.json").read_text())
+    extra = ("rope_scaling", "rope_theta", "head_dim", "sliding_window", "layer_types")
+    for name in (*values, *extra):
+        for wrong in WRONG:
+            with contextlib.suppress(ValueError, NotImplementedError):
+                ModelConfig.from_dict({**values, name: wrong})
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings"):
+        for wrong in ("x", -1, 1.5, [], {}, 1 << 70):
+            with pytest.raises(ValueError, match=f"`{name}` should be"):
+                ModelConfig.from_dict({**values, name: wrong})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rms_norm_eps": "x"}, {"rms_norm_eps": -1}, {"rms_norm_eps": float("nan")},
+        {"rope_scaling": "linear"}, {"rope_theta": "x"}, {"use_bidirectional_attention": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_the_value_that_is_wrong_is_named(values):
+    for kind in ("llama", "qwen3", "phi3"):
+        with pytest.raises(ValueError, match=f"`{next(iter(values))}` should be"):
+            config(kind, **values)
+    with pytest.raises(ValueError, match="`model_type` should be one of"):
+        config([])
+
+
+def test_models_that_write_no_text():
+    with pytest.raises(NotImplementedError, match="use_bidirectional_attention"):
+        config("gemma3_text", sliding_window=8, use_bidirectional_attention=True)
 
 
 def test_windows_where_the_file_does_not_list_them():

@@ -173,6 +173,30 @@ def test_layers_that_no_model_has(count, fresh):
         quietly(fresh)
 
 
+def test_a_configuration_that_is_nested_too_deep(fresh):
+    (fresh / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json should be JSON, but"):
+        quietly(fresh)
+
+
+def test_a_quantization_of_none(fresh):
+    change_json(fresh / "config.json", quantization_config=None)
+    quietly(fresh)
+    change_json(fresh / "config.json", quantization_config={"bits": 4})
+    with pytest.raises(ValueError, match="holds quantized weights"):
+        quietly(fresh)
+
+
+def test_an_output_that_is_the_embedding_and_is_not(tiny, tmp_path, expected):
+    """A file may hold both; a copy is fine, another one contradicts the configuration."""
+    weights = dict(tiny.weights)
+    config = tiny.config | {"tie_word_embeddings": True}
+    with pytest.raises(ValueError, match=r"`lm_head.weight` differs from the embedding"):
+        quietly(tiny.write_folder(tmp_path / "other", config, weights))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    quietly(tiny.write_folder(tmp_path / "copy", config, weights))
+
+
 def test_ids_beyond_the_embedding(fresh):
     tokenizer = json.loads((fresh / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["far"] = 5000
@@ -187,12 +211,21 @@ def test_ids_beyond_the_embedding(fresh):
         ("generation_config.json", {"eos_token_id": "271"}),
         ("generation_config.json", {"eos_token_id": [1.5]}),
         ("tokenizer_config.json", {"bos_token": {"id": 3}}),
-        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+        ("tokenizer_config.json", {"eos_token": 3}),
+        ("tokenizer_config.json", {"chat_template": 5}),
+        ("tokenizer_config.json", {"chat_template": ["x"]}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": 5}]}),
     ],
 )
 def test_damaged_files_beside_the_weights(file, changes, fresh):
     change_json(fresh / file, **changes)
-    with pytest.raises(ValueError, match=r"tokenizer_config.json, generation_config.json or .* is"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(fresh / file))}: .* should be"):
+        quietly(fresh)
+
+
+def test_a_chat_template_that_is_no_text(fresh):
+    (fresh / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja: .* can't decode"):
         quietly(fresh)
 
 

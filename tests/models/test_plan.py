@@ -180,7 +180,7 @@ def test_what_bounds_a_step():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 0}, "`batch` should be a positive int, but got 0"),
+        ({"batch": 0}, "`batch` should be a positive int below .*, but got 0"),
         ({"context": -1}, "`context` should be a positive int"),
         ({"prefill_bytes": 0}, "`prefill_bytes` should be"),
         ({"placement": "disk"}, "`placement` should be one of host, device, but got 'disk'"),
