@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,8 @@ from directkv_jax.models.sampling import GREEDY, Sampling
 from directkv_jax.models.sizes import CPU_CHUNK, capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
+
+MAX_SPECULATE = 64  # drafts; each is a part of the compiled step, and hardly any text repeats more
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -48,7 +52,7 @@ class Options:
         and those that equal its own choices are kept, so the tokens are the same. A call of several
         tokens may round otherwise, so that near ties fall otherwise in 16-bit dtypes. It saves time
         where reading weights and cache takes most of a step, and costs time where multiplying does.
-        Greedy alone; 0 is off. Another value compiles anew.
+        Greedy alone; 0 is off, `MAX_SPECULATE` the most. Another value compiles anew.
       placement: where keys and values live, "host" or "device".
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.
@@ -118,8 +122,10 @@ class Options:
 
     def _check_speculate(self) -> None:
         drafts = self.speculate
-        if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 0:
-            raise ValueError(f"`speculate` should be an int, 0 or more, but got {drafts!r}.")
+        if type(drafts) is not int or not 0 <= drafts <= MAX_SPECULATE:
+            raise ValueError(
+                f"`speculate` should be an int in [0, {MAX_SPECULATE}], but got {drafts!r}."
+            )
         if drafts and not self.sampling.greedy:
             raise ValueError(
                 f"`speculate` needs greedy sampling, but got temperature "
@@ -206,8 +212,9 @@ def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
     rows: list[Any] = list(prompts) if isinstance(prompts, Sequence) else []
     if rows and all(isinstance(row, str) for row in rows):
         return [tokenizer.encode(row) for row in rows]
-    if rows and all(isinstance(row, (Sequence, np.ndarray)) for row in rows):
-        return [[int(token) for token in row] for row in rows]
+    if rows and not any(isinstance(row, (str, bytes)) for row in rows):
+        with contextlib.suppress(TypeError):  # a row that cannot be iterated over, or holds no ints
+            return [[operator.index(token) for token in row] for row in rows]
     raise TypeError(
         "`prompts` should be a str, a non-empty list of str or a list of lists of token ids, "
         f"but got {prompts!r:.80}."

@@ -63,6 +63,7 @@ class Sampling:
 
 
 GREEDY = Sampling()
+_TEMPERATURES = 1e-30, 1e30  # beyond them draws are the same, and float32 ends
 
 
 def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
@@ -103,7 +104,10 @@ def sample(
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    values, ids = jax.lax.top_k(logits / sampling.temperature, kept)
+    values, ids = jax.lax.top_k(logits, kept)
+    # From the largest one down, so that none becomes infinite however low the temperature is.
+    low, high = _TEMPERATURES
+    values = (values - values[:, :1]) / min(max(sampling.temperature, low), high)
     if sampling.top_p < 1:
         probabilities = jax.nn.softmax(values, axis=-1)
         # What stands before a token, not with it, decides: the token that reaches p stays.

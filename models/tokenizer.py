@@ -34,7 +34,21 @@ class Tokenizer:
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. A rendered chat template brings its own special tokens."""
+        """Token ids of a text. A rendered chat template brings its own special tokens.
+
+        Raises:
+          TypeError: `text` is no str.
+          ValueError: it holds surrogates, as of bytes that were no text; no token stands for them.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"`text` should be a str, but got {text!r:.80}.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text should be Unicode, but character {error.start} is none: "
+                f"{text[error.start]!r}."
+            ) from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -42,6 +42,8 @@ def run_as_program() -> NoReturn:
     What the device still computes is not waited for: Python would, for as long as a layer of a long
     prompt takes, and can crash when that comes to its end.
     """
+    # What a terminal cannot show is a question mark there, not the end of an answer.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = main()
     if status == INTERRUPTED:
         sys.stdout.flush()

@@ -1,12 +1,14 @@
 """`directkv chat`: a conversation whose cache is kept from turn to turn.
 
-A turn is a line of standard input. Lines that begin with a slash are commands; /help lists them.
+A turn is a line of standard input. Lines that begin with a slash and a word are commands; /help
+lists them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,9 +24,11 @@ from directkv_jax.cli.generate import (
 from directkv_jax.cli.options import of_generation
 
 DEFAULT_MAX_LENGTH = 8192
+_COMMAND = re.compile(r"/\w*(\s|$)")  # a path, as /etc/hosts, is none
 HELP = """/save FILE  keep the chat, with its cache, for --resume
 /new        forget what was said
 /help       this text
+A message that begins so is said after a space.
 Ctrl-C ends an answer, Ctrl-D the chat."""
 
 
@@ -32,8 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Answers line by line until the input ends."""
     models = import_models()
     options = of_generation(models, arguments)
-    if arguments.resume and arguments.system:
-        raise ValueError("--system belongs to the beginning of a chat, not to one with --resume.")
+    for name in ("system", "page_size"):
+        if arguments.resume and getattr(arguments, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} belongs to the beginning of a chat, not to one with "
+                "--resume."
+            )
     model, tokenizer = models.load(arguments.model or default_model(), arguments.dtype)
     chat = _open(models, model, tokenizer, arguments)
     interactive = sys.stdin.isatty()
@@ -44,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     with chat.session, precision_of(arguments.dtype):
         for line in _lines(interactive):
             try:
-                if line.startswith("/"):
+                if _COMMAND.match(line):
                     _command(models, chat, line, arguments)
                 else:
                     _turn(models, chat, line, options, arguments, model)
@@ -57,12 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _open(models, model, tokenizer, arguments: argparse.Namespace):
     if arguments.resume:
-        return models.Chat.load(arguments.resume, model, tokenizer, max_length=arguments.max_length)
-    longest = min(model.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
-    session = models.Session(
-        model, tokenizer, max_length=arguments.max_length or longest, placement=arguments.kv,
-        page_size=arguments.page_size, rollback=max(64, arguments.speculate),
-    )  # fmt: skip
+        return models.Chat.load(
+            arguments.resume, model, tokenizer, max_length=arguments.max_length,
+            placement=arguments.kv,
+        )  # fmt: skip
+    given = {
+        "max_length": arguments.max_length, "placement": arguments.kv,
+        "page_size": arguments.page_size,
+    }  # fmt: skip
+    options = {
+        "max_length": min(model.config.max_position_embeddings, DEFAULT_MAX_LENGTH),
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    session = models.Session(model, tokenizer, **options, rollback=max(64, arguments.speculate))
     return models.Chat(session, arguments.system)
 
 
@@ -72,6 +87,12 @@ def _lines(interactive: bool) -> Iterator[str]:
             line = input("> ") if interactive else input()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            problem = f"the standard input should be {sys.stdin.encoding} text: {error}"
+            if not interactive:
+                raise ValueError(problem) from error
+            print(f"directkv: {problem}", file=sys.stderr)
+            continue
         except KeyboardInterrupt:
             if not interactive:
                 raise
@@ -95,7 +116,9 @@ def _turn(models, chat, line: str, options: dict[str, Any], arguments, model) ->
 
 def _command(models, chat, line: str, arguments: argparse.Namespace) -> None:
     name, _, rest = line.strip().partition(" ")
-    if name == "/save" and rest:
+    if name == "/save":
+        if not rest:
+            raise ValueError("/save needs the name of a file.")
         chat.save(rest)
         print(f"saved to {rest}", file=sys.stderr)
     elif name == "/new":
@@ -103,4 +126,7 @@ def _command(models, chat, line: str, arguments: argparse.Namespace) -> None:
     elif name == "/help":
         print(HELP, file=sys.stderr)
     else:
-        raise ValueError(f"there is no command {line!r}; /help lists them.")
+        raise ValueError(
+            f"there is no command {name}. /help lists them; a message that begins so is said after "
+            "a space."
+        )

@@ -158,7 +158,7 @@ def report(result, arguments: argparse.Namespace, model) -> None:
         **({} if result.logprobs is None else {"logprobs": list(result.logprobs[0])}),
         **dataclasses.asdict(stats),
         "platform": jax.default_backend(),
-        "implementation": arguments.implementation or _chosen(model, arguments.kv),
+        "implementation": arguments.implementation or _chosen(model, stats),
         "dtype": jnp.dtype(model.dtype).name,
     }
     print(json.dumps(record), flush=True)
@@ -181,11 +181,11 @@ def _link_bandwidth() -> float:
     return link_bandwidth()
 
 
-def _chosen(model, placement: str) -> str:
+def _chosen(model, stats) -> str:
     from directkv_jax._platform import platform_of
     from directkv_jax.implementations import Request, choose
 
-    layer = model.config.layers[0]
+    layer, placement = model.config.layers[0], "host" if stats.kv_bytes_host else "device"
     heads = (layer.num_attention_heads, layer.num_key_value_heads)
     request = Request(platform_of(), placement, model.dtype, layer.head_dim, *heads)
     return choose(None, request).name

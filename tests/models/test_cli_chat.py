@@ -12,8 +12,10 @@ def say(folder, monkeypatch, capsys):
 
     def call(*lines, options=()):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        arguments = ["chat", "--model", str(folder), "--max-new-tokens", "4", "--json", "--kv"]
-        status = main([*arguments, "device", "--page-size", "16", "--max-length", "256", *options])
+        arguments = ["chat", "--model", str(folder), "--max-new-tokens", "4", "--json"]
+        if "--resume" not in options:
+            arguments += ["--kv", "device", "--page-size", "16", "--max-length", "256"]
+        status = main([*arguments, *options])
         captured = capsys.readouterr()
         records = [json.loads(x) for x in captured.out.splitlines() if x.startswith('{"text"')]
         return status, records, captured.err
@@ -33,6 +35,10 @@ def test_a_chat_goes_on_and_is_resumed(say, tmp_path):
     status, (third,), _ = say("more", options=("--resume", str(tmp_path / "chat")))
     assert status == 0
     assert third["cached_tokens"] > second["cached_tokens"]
+    assert third["kv_bytes_host"] == 0
+    _, (moved,), _ = say("more", options=("--resume", str(tmp_path / "chat"), "--kv", "host"))
+    assert moved["text"] == third["text"]
+    assert moved["kv_bytes_host"] == third["kv_bytes_device"]
     # As if it had not been interrupted.
     _, (*_, uninterrupted), _ = say("hello", "and you?", "more")
     assert third["text"] == uninterrupted["text"]
@@ -48,7 +54,11 @@ def test_new_forgets_all_but_the_system_message(say):
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (("/load x",), (), "there is no command '/load x'"),
+        (("/load x",), (), "there is no command /load. /help lists them; a message that begins so"),
+        (("/",), (), "there is no command /."),
+        (("/save",), (), "/save needs the name of a file"),
+        (("hi",), ("--max-length", "0"), "`max_length` should be a positive int, but got 0"),
+        (("hi",), ("--resume", "chat", "--page-size", "16"), "--page-size belongs to the begin"),
         (("x" * 600,), (), "but the cache holds 256"),
         (("hi",), ("--resume", "chat", "--system", "x"), "--system belongs to the beginning"),
         (("hi",), ("--resume", "no such file"), "does not exist"),
@@ -58,3 +68,15 @@ def test_bad_input(say, lines, options, message):
     status, records, err = say(*lines, options=options)
     assert (status, records) == (2, [])
     assert message in err
+
+
+def test_a_message_may_begin_with_a_slash(say):
+    status, answers, _ = say("/etc/hosts is what?", " /save what?")
+    assert (status, len(answers)) == (0, 2)
+
+
+def test_input_that_is_no_text(monkeypatch, capsys, folder):
+    source = io.TextIOWrapper(io.BytesIO(b"hello\n\xff\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", source)
+    assert main(["chat", "--model", str(folder), "--max-length", "64"]) == 2
+    assert "the standard input should be utf-8 text" in capsys.readouterr().err

@@ -171,6 +171,8 @@ def test_progress_and_stats(loaded):
         ("hello", {"max_new_tokens": 1 << 31}, "`max_new_tokens` should be at most 1073741824"),
         ("hello", {"max_length": 1 << 40}, "`max_length` should be at most 1073741824"),
         ("hello", {"stop_tokens": [1 << 31]}, "`stop_tokens` should be token ids, but got"),
+        ("hello", {"speculate": 65}, r"`speculate` should be an int in \[0, 64\], but got 65"),
+        ("a\udcff", {}, "should be Unicode, but character 1 is none"),
         ("hello", {"implementation": "magic"}, "`implementation` should be None or one of"),
     ],
 )
@@ -186,10 +188,21 @@ def test_an_answer_takes_no_more_room_than_the_cache(loaded):
     assert got.finish_reasons == ("overflow",)
 
 
-@pytest.mark.parametrize("prompts", [7, [], [1, 2], None])
+@pytest.mark.parametrize(
+    "prompts",
+    [7, [], [1, 2], None, b"ab", ["a", [1]], ["a", b"b"], [b"ab"], [[1.5]], [["a"]], [[None]]],
+    ids=repr,
+)
 def test_bad_prompts(prompts, loaded):
     with pytest.raises(TypeError, match="`prompts` should be a str"):
         generate(*loaded, prompts)
+
+
+def test_ids_of_numpy(loaded):
+    ids = loaded[1].encode("hello")
+    expected = complete(*loaded, [ids], max_new_tokens=2).tokens
+    for kind in (np.int32, np.uint16):
+        assert complete(*loaded, [np.asarray(ids, kind)], max_new_tokens=2).tokens == expected
 
 
 def test_stream_checks_at_once(loaded):
@@ -234,6 +247,10 @@ LOGITS = jnp.log(jnp.array([0.0625, 0.25, 0.5, 0.0625, 0.125]))
         (Sampling(1.0, top_k=2, top_p=0.6), {2}),
         # At temperature 1/4 the first has 0.94.
         (Sampling(0.25, top_p=0.9), {2}),
+        # Temperatures that are 0 in float32.
+        (Sampling(1e-40), {2}),
+        (Sampling(5e-324, top_p=0.9, min_p=0.5), {2}),
+        (Sampling(1e308), {0, 1, 2, 3, 4}),
         (Sampling(1.0, min_p=0.2), {1, 2, 4}),
         (Sampling(1.0, min_p=1.0), {2}),
         (Sampling(1.0, top_k=2, min_p=0.1), {1, 2}),

@@ -36,7 +36,7 @@ def fresh(model_and_tokenizer, ids, count):
 
 @pytest.fixture
 def session(loaded):
-    with models.Session(*loaded, max_length=96, page_size=16) as session:
+    with models.Session(*loaded, max_length=96, page_size=16, rollback=32) as session:
         yield session
 
 
@@ -268,7 +268,7 @@ def test_bad_calls_are_refused_before_anything_is_lost(loaded, session):
     with pytest.raises(ValueError, match="holds 96 for each row"):
         session.stream([1] * 97)
     with pytest.raises(ValueError, match="at most the `rollback`"):
-        session.stream("ab", speculate=65)
+        session.stream("ab", speculate=33)
     assert session.tokens == tokens
     session.close()
     with pytest.raises(ValueError, match="closed"):

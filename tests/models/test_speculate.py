@@ -113,5 +113,5 @@ def test_bad_speculation():
     with pytest.raises(ValueError, match=r"`speculate` needs greedy sampling, .* temperature 0.7"):
         Options(speculate=2, sampling=Sampling(0.7))
     for value in (-1, 1.5, True, None):
-        with pytest.raises(ValueError, match="`speculate` should be an int, 0 or more"):
+        with pytest.raises(ValueError, match=r"`speculate` should be an int in \[0, 64\]"):
             Options(speculate=value)
