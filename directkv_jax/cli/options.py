@@ -82,7 +82,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="draft up to N tokens a step, at most 64, from the text; greedy alone (default: 0, off)",
+        help="draft up to N tokens a step, 64 at most, from the text so far; greedy alone "
+        "(default: 0, off)",
     )
     add(
         "--dtype",
