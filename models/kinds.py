@@ -57,6 +57,7 @@ def _is_list_of(kind: type) -> Callable[[Any], bool]:
 MAX_LAYERS = 4096  # of any model there is, by far: a file that names more is damaged
 
 COUNT = Kind("a positive int below 2**31", lambda value: _is_int(value) and value > 0)
+BYTES = Kind("a positive int", lambda value: type(value) is int and value > 0)
 LAYERS = Kind(
     f"an int in [1, {MAX_LAYERS}]", lambda value: COUNT.holds(value) and value <= MAX_LAYERS
 )

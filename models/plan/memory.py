@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from directkv_jax._layout import DTYPES, PageLayout
 from directkv_jax.memory import PLACEMENTS
 from directkv_jax.models.config import LayerConfig, ModelConfig
-from directkv_jax.models.kinds import COUNT
+from directkv_jax.models.kinds import BYTES, COUNT, check_all
 from directkv_jax.models.sizes import bucket, chunk_tokens, layer_bytes
 
 # The kernels' own, 15.0 MiB at most: benchmarks/results/2026-11-30-h200-attention-shapes.json.
@@ -38,8 +38,7 @@ class Workload:
     prefill_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context", "prefill_bytes"):
-            COUNT.check(name, getattr(self, name))
+        check_all({"batch": COUNT, "context": COUNT, "prefill_bytes": BYTES}, vars(self))
         for name, known in (("placement", PLACEMENTS), ("dtype", DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(

@@ -82,7 +82,7 @@ def test_what_published_configurations_leave_out():
     ("config", "message"),
     [
         ({}, "lacks `text_config`"),
-        ({"text_config": 3}, "`text_config` should be a mapping, but got int"),
+        ({"text_config": 3}, "`text_config` should be a mapping, but got"),
         ({"text_config": {}}, "lacks `hidden_size`, `intermediate_size`, `num_hidden_layers`"),
     ],
 )
