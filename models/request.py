@@ -52,7 +52,7 @@ class Options:
         and those that equal its own choices are kept, so the tokens are the same. A call of several
         tokens may round otherwise, so that near ties fall otherwise in 16-bit dtypes. It saves time
         where reading weights and cache takes most of a step, and costs time where multiplying does.
-        Greedy alone; 0 is off, `MAX_SPECULATE` the most. Another value compiles anew.
+        Greedy alone; 0 is off, 64 the most. Another value compiles anew.
       placement: where keys and values live, "host" or "device".
       implementation: "cuda", "cpu", "xla" or "reference"; None picks the best that reads the cache
         where it lies.
