@@ -40,6 +40,9 @@ def write_pages(cache: KVCache, data, page_ids):
     )(cache.pages, data, page_ids)
 
 
+_read_pages = jax.jit(read_pages)
+
+
 def _page_mover(cache: KVCache):
     heads = cache.num_kv_heads
     platform = platform_of(cache.pages, cache.mesh)
@@ -73,7 +76,9 @@ def gather(cache: KVCache, layer: int, row: int, start: int, stop: int):
         tiles = pages[ids]
     else:
         ids = np.asarray(cache.page_table)[row, first:last]
-        tiles = np.asarray(read_pages(cache, jnp.asarray(ids)))[:, layer]
+        # Called eagerly over a mesh, XLA could not move the pages out of host memory.
+        read = read_pages if cache.mesh is None else _read_pages
+        tiles = np.asarray(read(cache, jnp.asarray(ids)))[:, layer]
     rows = np.moveaxis(cache.layout.unpack(tiles), 2, 0)  # [2, n_pages, K, page_size, H]
     flat = np.moveaxis(rows, 3, 2).reshape(2, -1, cache.num_kv_heads, cache.head_dim)
     cut = slice(start - first * cache.page_size, stop - first * cache.page_size)

@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import directkv_jax
+from directkv_jax import _pages
+from directkv_jax.implementations import get
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -92,6 +94,15 @@ def test_a_split_cache_equals_the_whole_one(implementation, four_devices, name):
                 strict=True,
             ):  # fmt: skip
                 assert cache_builder.same_bits(a, b)
+
+
+def test_gather_from_a_split_cache_without_native_kernels(four_devices, monkeypatch):
+    cache, _ = run_steps(split(four_devices, "heads"), "xla")
+    monkeypatch.setattr(_pages, "_page_mover", lambda cache: get("xla"))
+    monkeypatch.setattr(_pages, "_read_pages", jax.jit(_pages.read_pages))
+    expected = whole_cache("xla")[0].gather(1, 0, 0, 9)
+    for a, b in zip(cache.gather(1, 0, 0, 9), expected, strict=True):
+        assert cache_builder.same_bits(a, b)
 
 
 @FAST
