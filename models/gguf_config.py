@@ -13,7 +13,7 @@ from directkv_jax.models import families
 from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.families.common import KINDS
 from directkv_jax.models.gguf_architectures import ARCHITECTURES, Architecture
-from directkv_jax.models.kinds import COUNT, INDEX, POSITIVE, Kind, check_all
+from directkv_jax.models.kinds import AMOUNT, COUNT, INDEX, POSITIVE, Kind, check_all
 
 # Key of a `config.json` -> key of the metadata, after the name of the architecture.
 _KEYS = {
@@ -53,7 +53,7 @@ _FACTORS = {
 }
 _CHECKED: dict[str, Kind] = {
     **{key: KINDS[name] for name, key in _KEYS.items()},
-    **dict.fromkeys(_SCALING.values(), POSITIVE),
+    **dict.fromkeys(_SCALING.values(), AMOUNT),
     "rope.dimension_count": COUNT, "attention.sliding_window": INDEX, "attention.scale": POSITIVE,
 }  # fmt: skip
 _DIVISORS = "rope_freqs.weight"
