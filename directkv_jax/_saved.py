@@ -87,7 +87,7 @@ class Saved:
             raise ValueError(f"{self.path} holds no cache `{name}`.")
         try:
             known = json.loads(self.metadata[name])
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise self.damaged(f"the description of `{name}` is no JSON: {error}") from error
         if not isinstance(known, dict):
             raise self.damaged(f"the description of `{name}` is {known!r:.80}")

@@ -67,7 +67,7 @@ class RoPE:
             )
         theta = values.get("rope_theta", theta)
         fraction = values.get("partial_rotary_factor", rotary_fraction)
-        if not _is_number(theta) or not 0 < theta < math.inf:
+        if not _is_number(theta) or not theta > 0:
             raise ValueError(f"`theta` should be positive, but got {theta!r}.")
         if not _is_number(fraction) or not 0 < fraction <= 1:
             raise ValueError(f"`rotary_fraction` should be in (0, 1], but got {fraction!r}.")
@@ -178,7 +178,12 @@ class _Numbers:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    # A larger one would be infinite in float32.
+    return (
+        isinstance(value, (int, float, np.number))
+        and not isinstance(value, bool)
+        and bool(-3e38 < value < 3e38)
+    )
 
 
 _Resolved = tuple[np.ndarray, float]

@@ -48,9 +48,7 @@ def save(
       NotImplementedError: its batch is split over a mesh.
       OSError: the file cannot be written.
     """
-    for name, text in metadata.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"the metadata should be texts, but got {name!r:.80}: {text!r:.80}.")
+    check_metadata(metadata)
     ids = {name: _page_ids(cache) for name, cache in caches.items()}
     small: dict[str, np.ndarray] = {k: np.asarray(v, np.int32) for k, v in (arrays or {}).items()}
     shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -78,6 +76,19 @@ def save(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises TypeError unless they are texts by name, which UTF-8 can hold."""
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"the metadata should be a mapping, but got {metadata!r:.80}.")
+    for name, text in metadata.items():
+        try:
+            "".join((name, text)).encode()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise TypeError(
+                f"the metadata should be texts, but got {name!r:.80}: {text!r:.80}."
+            ) from error
 
 
 def held_pages(cache: KVCache, written: np.ndarray) -> list[int]:

@@ -134,8 +134,8 @@ def _check(checkpoint: Checkpoint, wanted: list[_Parameter]) -> None:
     head = f"{checkpoint.layout.head}.weight"
     if tied and not (missing or mis_shaped) and _contradicts(checkpoint, head):
         mis_shaped.append(
-            f"contradictory: `{head}` differs from the embedding, but `tie_word_embeddings` says "
-            "that they are one. Set it to false to use both"
+            f"contradictory: `{head}` differs from the embedding, but `tie_word_embeddings` is "
+            "true. Set it to false to use both"
         )
     unexpected = [
         f"unexpected: `{name}`, got shape {tensor.shape}"
@@ -159,7 +159,11 @@ def _contradicts(checkpoint: Checkpoint, head: str) -> bool:
     if head not in checkpoint.tensors:
         return False
     ours, theirs = (checkpoint.tensors[name] for name in (checkpoint.layout.embedding, head))
-    return ours.shape != theirs.shape or not np.array_equal(ours.read(), theirs.read())
+    if ours.shape != theirs.shape:
+        return True
+    one, other = ours.read(), theirs.read()
+    coarse = min((one.dtype, other.dtype), key=lambda dtype: dtype.itemsize)
+    return not np.array_equal(one.astype(coarse), other.astype(coarse), equal_nan=True)
 
 
 def _shortened(lines: list[str]) -> Iterator[str]:
@@ -192,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path.parent} should hold `{path.name}`, but does not.")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} should be JSON, but could not be parsed: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} should hold a JSON object, but got {type(value).__name__}.")

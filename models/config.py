@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,10 @@ class RopeConfig:
             raise ValueError(
                 f"there should be {len(rope.frequencies)} divisors of frequencies, "
                 f"but got {len(self.freq_divisors)}."
+            )
+        if not all(0 < divisor < math.inf for divisor in self.freq_divisors):
+            raise ValueError(
+                f"the divisors of frequencies should be positive, but got {self.freq_divisors}."
             )
         pairs = zip(rope.frequencies, self.freq_divisors, strict=True)
         return dataclasses.replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from directkv_jax.models.request import Options, Prompts, Request, prepare
+from directkv_jax.models.prompts import Prompts
+from directkv_jax.models.request import Options, Request, prepare
 from directkv_jax.models.result import Generation, Piece
 from directkv_jax.models.running import Run
 from directkv_jax.models.tokenizer import Tokenizer

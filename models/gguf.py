@@ -56,7 +56,7 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[gguf.ReaderTensor]]:
                 f"{path} should start with {MAGIC!r} (GGUF), but starts with {magic!r}."
             )
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
         if "GGMLQuantizationType" in str(error):  # a number that the package has no name for
@@ -68,6 +68,16 @@ def _contents(path: Path) -> tuple[dict[str, Any], list[gguf.ReaderTensor]]:
             "Copy or download it again."
         ) from error
     return metadata, reader.tensors
+
+
+class _Reader(gguf.GGUFReader):
+    """Ends with the file. Its base makes empty arrays of what lies beyond, however many."""
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        got = super()._get(offset, dtype, count, override_order)
+        if len(got) < count:
+            raise ValueError(f"it ends before byte {offset + count * got.itemsize}")
+        return got
 
 
 def _check_types(tensors: list[gguf.ReaderTensor]) -> None:

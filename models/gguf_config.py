@@ -46,6 +46,7 @@ _SCALING = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
+_OLD_FACTOR = "rope.scale_linear"
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _FACTORS = {
     "short_factor": "rope_factors_short.weight",
@@ -53,9 +54,10 @@ _FACTORS = {
 }
 _CHECKED: dict[str, Kind] = {
     **{key: KINDS[name] for name, key in _KEYS.items()},
-    **dict.fromkeys(_SCALING.values(), AMOUNT),
+    **dict.fromkeys((*_SCALING.values(), _OLD_FACTOR), AMOUNT),
     "rope.dimension_count": COUNT, "attention.sliding_window": INDEX, "attention.scale": POSITIVE,
 }  # fmt: skip
+_IDS = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
 _DIVISORS = "rope_freqs.weight"
 ROPE_TENSORS = (_DIVISORS, *_FACTORS.values())
 
@@ -97,6 +99,7 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
     if missing := [f"`{prefix}{key}`" for key in _REQUIRED if key not in held]:
         raise ValueError(f"the metadata lacks {', '.join(missing)}.")
     check_all(_CHECKED, held, prefix)
+    check_all(dict.fromkeys(_IDS.values(), INDEX), file.metadata)
     per_head = held["embedding_length"] // held["attention.head_count"]
     head_dim = COUNT.check(
         f"{prefix}attention.key_length", held.get("attention.key_length", per_head)
@@ -117,8 +120,7 @@ def read_config(file: Contents) -> tuple[Architecture, ModelConfig]:
         # The next larger number, so that times H it is not below `rotary`.
         "partial_rotary_factor": min(1.0, math.nextafter(rotary / head_dim, 2)),
         "rope_scaling": _scaling(file, held, prefix),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        **{name: file.metadata.get(key) for name, key in _IDS.items()},
     }
     config = families.find(values).config(values)
     return architecture, _completed(config, file, held)
@@ -149,11 +151,13 @@ def _windows(held: Mapping[str, Any], architecture: Architecture, prefix: str) -
 
 
 def _scaling(file: Contents, held: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    kind = held.get("rope.scaling.type", "none")
+    found = {key: held[other] for key, other in _SCALING.items() if held.get(other)}  # 0: unset
+    if "factor" not in found and held.get(_OLD_FACTOR):
+        found["factor"] = held[_OLD_FACTOR]
+    kind = held.get("rope.scaling.type", "linear" if "factor" in found else "none")
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise ValueError(f"`{prefix}rope.scaling.type` should be one of {known}, but got {kind!r}.")
-    found = {key: held[other] for key, other in _SCALING.items() if other in held}
     factors = {
         key: tuple(map(float, file.read(name)))
         for key, name in _FACTORS.items()

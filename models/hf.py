@@ -129,8 +129,13 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and panics of Rust
         raise ValueError(f"{file} could not be read as a tokenizer: {error}") from error
+    # Of the training; a prompt is read as it is.
+    backend.no_truncation()
+    backend.no_padding()
     options = _optional_json(path / "tokenizer_config.json")
     generation = _optional_json(path / "generation_config.json")
     with _named(path / "generation_config.json"):

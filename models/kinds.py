@@ -47,19 +47,22 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     # A larger one would be infinite in float32.
-    return (_is_int(value) or isinstance(value, float)) and abs(value) < 3e38
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def _is_list_of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-MAX_LAYERS = 4096  # of any model there is, by far: a file that names more is damaged
+MAX_LAYERS = MAX_EXPERTS = 1024  # more than any model has: a file that names more is damaged
 
 COUNT = Kind("a positive int below 2**31", lambda value: _is_int(value) and value > 0)
 BYTES = Kind("a positive int", lambda value: type(value) is int and value > 0)
 LAYERS = Kind(
     f"an int in [1, {MAX_LAYERS}]", lambda value: COUNT.holds(value) and value <= MAX_LAYERS
+)
+EXPERTS = Kind(
+    f"an int in [0, {MAX_EXPERTS}]", lambda value: _is_int(value) and 0 <= value <= MAX_EXPERTS
 )
 INDEX = Kind("an int in [0, 2**31)", lambda value: _is_int(value) and value >= 0)
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from directkv_jax._layout import DTYPES
 from directkv_jax.models.checkpoint import Checkpoint, build
 from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.tokenizer import Tokenizer
@@ -46,14 +49,33 @@ def load(
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    _check_dtype(dtype)
     checkpoint = _open(Path(path))
-    rows, known = checkpoint.config.vocab_size, checkpoint.tokenizer.vocab_size
-    if known > rows:
+    _check_vocabulary(path, checkpoint)
+    return build(checkpoint, dtype, progress=progress), checkpoint.tokenizer
+
+
+def _check_dtype(dtype) -> None:
+    with contextlib.suppress(TypeError):
+        if jnp.dtype(dtype).name in DTYPES:
+            return
+    raise ValueError(f"`dtype` should be one of {', '.join(DTYPES)}, but got {dtype!r}.")
+
+
+def _check_vocabulary(path: str | os.PathLike, checkpoint: Checkpoint) -> None:
+    """Every token has a row in the embedding; those that were added to the vocabulary need not."""
+    rows, tokenizer = checkpoint.config.vocab_size, checkpoint.tokenizer
+    if (known := tokenizer.vocab_size) > rows:
         raise ValueError(
             f"{path}: the tokenizer knows {known} tokens, but the embedding has {rows} rows. "
             "Check that the files belong together."
         )
-    return build(checkpoint, dtype, progress=progress), checkpoint.tokenizer
+    if added := [token for token, index in tokenizer.added_tokens.items() if index >= rows]:
+        warnings.warn(
+            f"{path}: the tokenizer adds {len(added)} tokens that the embedding has no rows for "
+            f"({', '.join(added):.80}). A prompt that holds one is refused.",
+            stacklevel=3,
+        )
 
 
 def load_config(path: str | os.PathLike) -> ModelConfig:

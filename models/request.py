@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import operator
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from directkv_jax._layout import MAX_LENGTH, check_page_size
 from directkv_jax.models.config import ModelConfig
+from directkv_jax.models.prompts import Prompts, encode_all, ids
 from directkv_jax.models.sampling import GREEDY, Sampling
 from directkv_jax.models.sizes import CPU_CHUNK, capacity, chunk_sizes, chunk_tokens
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
 MAX_SPECULATE = 64  # drafts; each is a part of the compiled step, and hardly any text repeats more
-
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 # Called with (layers of the prefill done, layers), both counted over all chunks of the prompts.
 OnProgress = Callable[[int, int], None]
@@ -100,6 +96,8 @@ class Options:
             )
         if not isinstance(self.sampling, Sampling):
             raise TypeError(f"`sampling` should be a Sampling, but got {self.sampling!r}.")
+        if not isinstance(self.implementation, str | None):
+            raise TypeError(f"`implementation` should be a str, but got {self.implementation!r}.")
         self._check_stop_strings()
         self._check_speculate()
         if self.placement not in ("host", "device"):
@@ -177,7 +175,7 @@ def prepare(
       ValueError: a prompt is empty, longer than the cache or holds unknown ids, or there is not one
         seed for each.
     """
-    rows = _encode(tokenizer, prompts)
+    rows = encode_all(tokenizer, prompts)
     if not isinstance(options.seed, int) and len(options.seed) != len(rows):
         raise ValueError(
             f"`seed` should be an int or have one for each of the {len(rows)} prompts, but has "
@@ -196,29 +194,15 @@ def prepare(
     tokens = np.zeros((len(rows), cached + sum(chunks)), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-    stop = tokenizer.eos_ids if options.stop_tokens is None else tuple(options.stop_tokens)
+    given = options.stop_tokens
+    stop = tokenizer.eos_ids if given is None else tuple(ids("stop_tokens", given))
     if not all(0 <= token < 1 << 31 for token in stop):
         raise ValueError(f"`stop_tokens` should be token ids, but got {stop}.")
     # The last token is chosen but never put into the cache.
     reached = longest + options.max_new_tokens - 1
     needed = options.max_length or capacity(reached)
     _check_context(model.config, min(reached, needed))
-    return Request(tokens, lengths, chunks, needed, tuple(map(int, stop)), options, cached)
-
-
-def _encode(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
-    if isinstance(prompts, str):
-        return [tokenizer.encode(prompts)]
-    rows: list[Any] = list(prompts) if isinstance(prompts, Sequence) else []
-    if rows and all(isinstance(row, str) for row in rows):
-        return [tokenizer.encode(row) for row in rows]
-    if rows and not any(isinstance(row, (str, bytes)) for row in rows):
-        with contextlib.suppress(TypeError):  # a row that cannot be iterated over, or holds no ints
-            return [[operator.index(token) for token in row] for row in rows]
-    raise TypeError(
-        "`prompts` should be a str, a non-empty list of str or a list of lists of token ids, "
-        f"but got {prompts!r:.80}."
-    )
+    return Request(tokens, lengths, chunks, needed, stop, options, cached)
 
 
 def _check_context(config: ModelConfig, reached: int) -> None:

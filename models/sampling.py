@@ -37,6 +37,14 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            try:
+                if isinstance(value, str | bytes):
+                    raise TypeError
+                object.__setattr__(self, name, float(value))  # a NumPy number too
+            except (TypeError, ValueError, OverflowError):
+                raise TypeError(f"`{name}` should be a number, but got {value!r:.80}.") from None
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"`temperature` should be 0 or more, but got {self.temperature}.")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):

@@ -7,6 +7,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from directkv_jax.models import saving
+from directkv_jax.models.kinds import COUNT, INDEX
+from directkv_jax.models.prompts import Prompt, encode
 from directkv_jax.models.request import Options, prepare
 from directkv_jax.models.result import Generation, Piece
 from directkv_jax.models.running import Run
@@ -14,6 +16,7 @@ from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
 # Of the cache, and so not of one call.
+_CLOSED = "This session is closed. Make a new one."
 _OF_THE_SESSION = ("max_length", "placement", "page_size")
 
 
@@ -58,8 +61,10 @@ class Session:
         self, model: Transformer, tokenizer: Tokenizer, *, max_length: int,
         placement: str = "host", page_size: int = 64, rollback: int = 64,
     ):  # fmt: skip
+        Options(max_length=COUNT.check("max_length", max_length), page_size=page_size,
+                placement=placement)  # fmt: skip  # raises where one is wrong
         self.model, self.tokenizer = model, tokenizer
-        self._rollback = rollback
+        self._rollback = INDEX.check("rollback", rollback)
         self.cache = model.create_cache(
             1, max_length, page_size=page_size, placement=placement, rollback=rollback
         )
@@ -79,9 +84,7 @@ class Session:
             self.cache.delete()
         self.tokens = ()
 
-    def stream(
-        self, prompt: str | Sequence[int], **options: Any
-    ) -> Generator[Piece | Generation, None, None]:
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece | Generation, None, None]:
         """Continues a prompt, as `models.stream` does.
 
         The answer is in the cache afterwards, also of a stream that was closed before its end.
@@ -104,7 +107,7 @@ class Session:
                 f"`speculate` should be at most the `rollback` of the session, {self._rollback}, "
                 f"but got {known.speculate}."
             )
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = encode(self.tokenizer, prompt)
         cached = self._common(ids)
         request = prepare(self.model, self.tokenizer, [ids], known, cached)  # raises first
         if not self._rewind(cached):
@@ -112,7 +115,7 @@ class Session:
         self._calls += 1
         return self._run(Run(self.model, self.tokenizer, request, self.cache), ids, self._calls)
 
-    def complete(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+    def complete(self, prompt: Prompt, **options: Any) -> Generation:
         """`stream`, and the `Generation` at its end."""
         *_, generation = self.stream(prompt, **options)
         assert isinstance(generation, Generation)
@@ -121,6 +124,8 @@ class Session:
     def _run(
         self, run: Run, ids: list[int], call: int
     ) -> Generator[Piece | Generation, None, None]:
+        if self._closed:
+            raise ValueError(_CLOSED)
         if call != self._calls:
             raise ValueError("A later call of its session has overtaken this stream.")
         self._reading = True
@@ -141,7 +146,7 @@ class Session:
         It was donated to a call, and an error or Ctrl-C came before the result had a name.
         """
         if self._closed:
-            raise ValueError("This session is closed. Make a new one.")
+            raise ValueError(_CLOSED)
         if self._reading:
             raise ValueError("A stream of this session is open. Read it to its end, or close it.")
         if self.cache.is_deleted():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,15 +31,22 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """1 + the largest id of a token."""
-        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        """1 + the largest id of a token, without those that were added to the vocabulary."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=False).values(), default=-1)
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of the tokens that were added to the vocabulary."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A rendered chat template brings its own special tokens.
 
         Raises:
           TypeError: `text` is no str.
-          ValueError: it holds surrogates, as of bytes that were no text; no token stands for them.
+          ValueError: it holds surrogates, as of bytes that were no text, or what the vocabulary
+            has no token for.
         """
         if not isinstance(text, str):
             raise TypeError(f"`text` should be a str, but got {text!r:.80}.")
@@ -49,7 +57,10 @@ class Tokenizer:
                 f"the text should be Unicode, but character {error.start} is none: "
                 f"{text[error.start]!r}."
             ) from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"the tokenizer cannot encode this text: {error}.") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -72,19 +83,18 @@ class Tokenizer:
                 "this tokenizer has no chat template, so messages cannot be rendered. "
                 "Pass the prompt as plain text (`--raw` on the command line)."
             )
-        from jinja2 import TemplateError
-
+        environment = _environment()
         try:
-            return (
-                _environment()
-                .from_string(self.chat_template)
-                .render(
-                    messages=list(messages),
-                    add_generation_prompt=add_generation_prompt,
-                    **self.special_tokens,
-                )
+            return environment.from_string(self.chat_template).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.special_tokens,
             )
-        except (TemplateError, TypeError, ArithmeticError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template can cause any
             raise ValueError(f"the chat template could not be rendered: {error}") from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -127,6 +137,8 @@ def _environment():
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
+    # Jinja's own escapes what HTML and JavaScript would read otherwise; a model reads text.
+    environment.filters["tojson"] = _to_json
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
 
     def raise_exception(message: str):
@@ -136,6 +148,10 @@ def _environment():
 
     environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
 
 
 class StreamDecoder:

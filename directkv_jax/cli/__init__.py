@@ -42,6 +42,9 @@ def run_as_program() -> NoReturn:
     What the device still computes is not waited for: Python would, for as long as a layer of a long
     prompt takes, and can crash when that comes to its end.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as we run
     # What a terminal cannot show is a question mark there, not the end of an answer.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = main()
@@ -67,11 +70,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _EXPECTED as error:
         if "DIRECTKV_TRACEBACK" in os.environ:
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"directkv: error: {text}", file=sys.stderr)
-        return BAD_INPUT
+        return _failed(str(error) or type(error).__name__)
+    except (RuntimeError, AssertionError):
+        if (problem := _backend_problem()) is None:
+            raise
+        return _failed(problem)
     finally:
         warnings.formatwarning = plain
+
+
+def _failed(text: str) -> int:
+    print(f"directkv: error: {' '.join(text.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _backend_problem() -> str | None:
+    """Why JAX has no device at all, if so."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        why = str(error) or "perhaps JAX's plugin for it is not installed"
+        return f"JAX has no device. JAX_PLATFORMS is {wanted!r}; {why}."
+    return None
 
 
 def _one_line(message, *_, **__) -> str:

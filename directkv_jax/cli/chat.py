@@ -115,12 +115,12 @@ def _turn(models, chat, line: str, options: dict[str, Any], arguments, model) ->
 
 
 def _command(models, chat, line: str, arguments: argparse.Namespace) -> None:
-    name, _, rest = line.strip().partition(" ")
+    name, *rest = line.strip().split(maxsplit=1)
     if name == "/save":
         if not rest:
             raise ValueError("/save needs the name of a file.")
-        chat.save(rest)
-        print(f"saved to {rest}", file=sys.stderr)
+        chat.save(rest[0])
+        print(f"saved to {rest[0]}", file=sys.stderr)
     elif name == "/new":
         chat.messages[:] = [each for each in chat.messages[:1] if each["role"] == "system"]
     elif name == "/help":

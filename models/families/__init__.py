@@ -23,8 +23,11 @@ def find(values: Mapping[str, Any]) -> Family:
     """The family of a configuration.
 
     Raises:
+      TypeError: it is no mapping.
       ValueError: `model_type` is missing or unknown.
     """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"a configuration should be a mapping, but got {values!r:.80}.")
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(

@@ -15,6 +15,7 @@ from directkv_jax.models.config import (
 from directkv_jax.models.kinds import (
     AMOUNT,
     COUNT,
+    EXPERTS,
     FLAG,
     INDEX,
     INTS,
@@ -66,9 +67,9 @@ KINDS: dict[str, Kind] = {
     ), COUNT),
     # 0 of them in files of a family that can have experts.
     **dict.fromkeys((
-        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-        "max_window_layers", "bos_token_id",
+        "num_experts_per_tok", "moe_intermediate_size", "max_window_layers", "bos_token_id",
     ), INDEX),
+    **dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS),
     **dict.fromkeys((
         "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "query_pre_attn_scalar",
     ), POSITIVE),
@@ -136,6 +137,10 @@ class Values:
         found = self.get("rope_parameters") or self.get("rope_scaling") or {}
         if kind is not None and kind in found:
             found = MAPPING.check(f"rope_parameters.{kind}", found[kind])
+        elif "full_attention" in found or "sliding_attention" in found:
+            raise NotImplementedError(
+                "`rope_parameters` has a mapping for each type of layer, which this family has not."
+            )
         found = {name: value for name, value in dict(found).items() if value is not None}
         if "type" in found:  # the key of older files
             found.setdefault("rope_type", found.pop("type"))
@@ -147,6 +152,7 @@ class Values:
             found.setdefault(
                 "original_max_position_embeddings", self["original_max_position_embeddings"]
             )
+        POSITIVE.check("rope_theta", theta)
         options = {
             "theta": float(theta), "scaling": _frozen(found), "rotary_fraction": fraction,
             "max_position": self.get("max_position_embeddings", 2048),
@@ -215,6 +221,8 @@ def checked(values: Mapping[str, Any], *required: str) -> Values:
 
 def _frozen(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     def value(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return _frozen(x)
         return tuple(map(value, x)) if isinstance(x, (list, tuple)) else x
 
     return tuple(sorted((name, value(x)) for name, x in mapping.items()))

@@ -195,6 +195,30 @@ def test_what_a_terminal_cannot_show_does_not_end_an_answer():
     assert done.stdout == b"caf? ?\n"
 
 
+def run_program(code, **options):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
+        **options,
+    )  # fmt: skip
+
+
+def test_no_device():
+    """The platform that was asked for is not there."""
+    code = "from directkv_jax import cli; cli.main(['info']); raise SystemExit(cli.main(['info']))"
+    done = run_program(code, env=os.environ | {"JAX_PLATFORMS": "nonsense"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("directkv: error: JAX has no device. JAX_PLATFORMS is 'nonsense'")
+    assert done.stderr.count("\n") == 2
+
+
+def test_closed_streams():
+    code = (
+        "import sys; sys.stdin = sys.stdout = sys.stderr = None; from directkv_jax import cli;"
+        "cli.main = lambda: sys.stdout.write('a') + len(sys.stdin.read()); cli.run_as_program()"
+    )
+    assert run_program(code).returncode == 1
+
+
 def test_interrupts(on_tiny, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt

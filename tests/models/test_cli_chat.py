@@ -25,7 +25,7 @@ def say(folder, monkeypatch, capsys):
 
 def test_a_chat_goes_on_and_is_resumed(say, tmp_path):
     status, (first, second), err = say(
-        "hello", "", "and you?", f"/save {tmp_path / 'chat'}", "/help"
+        "hello", "", "and you?", f"/save \t{tmp_path / 'chat'}", "/help"
     )
     assert status == 0
     assert (first["cached_tokens"], first["kv_bytes_host"]) == (0, 0)
@@ -57,7 +57,7 @@ def test_new_forgets_all_but_the_system_message(say):
         (("/load x",), (), "there is no command /load. /help lists them; a message that begins so"),
         (("/",), (), "there is no command /."),
         (("/save",), (), "/save needs the name of a file"),
-        (("hi",), ("--max-length", "0"), "`max_length` should be a positive int, but got 0"),
+        (("hi",), ("--max-length", "0"), "`max_length` should be a positive int"),
         (("hi",), ("--resume", "chat", "--page-size", "16"), "--page-size belongs to the begin"),
         (("x" * 600,), (), "but the cache holds 256"),
         (("hi",), ("--resume", "chat", "--system", "x"), "--system belongs to the beginning"),

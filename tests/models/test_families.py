@@ -87,6 +87,25 @@ def test_the_value_that_is_wrong_is_named(values):
         config([])
 
 
+def test_large_bases_and_what_no_scaling_uses():
+    base = config("llama", rope_theta=3580165449)
+    assert base.layers[0].rope.theta == 3580165449.0
+    hash(config("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "notes": {"a": [1]}}))
+    for wrong in ({"rope_theta": 10**400}, {"rope_theta": "abc"}):
+        with pytest.raises(ValueError, match="`rope_theta` should be"):
+            config("llama", rope_parameters=wrong)
+    for wrong in (float("inf"), 10**400):
+        with pytest.raises(ValueError, match="`factor` should be a positive number"):
+            config("llama", rope_scaling={"rope_type": "linear", "factor": wrong})
+
+
+def test_a_rope_for_each_type_of_layer_is_not_ignored():
+    with pytest.raises(NotImplementedError, match="a mapping for each type of layer"):
+        config("llama", rope_parameters={"full_attention": {"rope_theta": 5.0}})
+    with pytest.raises(TypeError, match="a configuration should be a mapping"):
+        ModelConfig.from_dict([])
+
+
 def test_models_that_write_no_text():
     with pytest.raises(NotImplementedError, match="use_bidirectional_attention"):
         config("gemma3_text", sliding_window=8, use_bidirectional_attention=True)

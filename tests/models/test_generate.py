@@ -171,6 +171,7 @@ def test_progress_and_stats(loaded):
         ("hello", {"max_new_tokens": 1 << 31}, "`max_new_tokens` should be at most 1073741824"),
         ("hello", {"max_length": 1 << 40}, "`max_length` should be at most 1073741824"),
         ("hello", {"stop_tokens": [1 << 31]}, "`stop_tokens` should be token ids, but got"),
+        ("hello", {"stop_tokens": [-1]}, "`stop_tokens` should be token ids, but got"),
         ("hello", {"speculate": 65}, r"`speculate` should be an int in \[0, 64\], but got 65"),
         ("a\udcff", {}, "should be Unicode, but character 1 is none"),
         ("hello", {"implementation": "magic"}, "`implementation` should be None or one of"),
@@ -194,8 +195,19 @@ def test_an_answer_takes_no_more_room_than_the_cache(loaded):
     ids=repr,
 )
 def test_bad_prompts(prompts, loaded):
-    with pytest.raises(TypeError, match="`prompts` should be a str"):
+    with pytest.raises(TypeError, match=r"`prompts.* should be a (str|list of token ids)"):
         generate(*loaded, prompts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stop_tokens": wrong} for wrong in ([1.5], b"ab", "ab", 5, ["a"])]
+    + [{"implementation": ["cpu"]}],
+    ids=repr,
+)
+def test_bad_kinds(options, loaded):
+    with pytest.raises(TypeError, match=f"`{next(iter(options))}` should be"):
+        complete(*loaded, "hello", **options)
 
 
 def test_ids_of_numpy(loaded):
@@ -212,6 +224,14 @@ def test_stream_checks_at_once(loaded):
         stream(*loaded, [[1] * 70], max_length=64)
     with pytest.raises(TypeError, match="`sampling` should be a Sampling"):
         Options(sampling="greedy")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_sampling_takes_numbers(name):
+    for wrong in ("1", None, [1], 10**400, b"1"):
+        with pytest.raises(TypeError, match=f"`{name}` should be a number"):
+            Sampling(**{name: wrong})
+    assert hash(Sampling(**{name: jnp.float32(1)})) == hash(Sampling(**{name: 1.0}))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,17 @@ def test_the_largest_gemma_scales_by_its_width(arch, layers):
     assert config(arch, attention__scale=0.3, **keys).attention_scale == 0.3
 
 
+def test_scalings_of_older_files():
+    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
+    expected = config("llama", **linear)
+    assert config("llama", rope__scale_linear=4.0) == expected
+    assert config("llama", rope__scaling__factor=4.0) == expected
+    unscaled = config("llama")
+    assert expected != unscaled
+    assert config("llama", rope__scaling__factor=0.0) == unscaled  # not set
+    assert config("llama", **{**linear, "rope__scaling__type": "none"}) == unscaled
+
+
 def test_gemma2_without_a_window_has_the_usual_one():
     model = config("gemma2", attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
     assert windows(model) == [4096, None] * 3

@@ -65,7 +65,16 @@ def test_more_tokens_than_rows(tmp_path):
         ({"metadata": {"tokenizer.ggml.merges": None}}, "lacks `tokenizer.ggml.merges`"),
         ({"metadata": {"tokenizer.ggml.merges": ["ab"]}}, "two tokens and a space, .* 'ab'"),
         ({"metadata": {"tokenizer.ggml.merges": "ab"}}, "should be a list of texts, but got 'ab'"),
-        ({"metadata": {"tokenizer.ggml.bos_token_id": "x"}}, "`bos_token_id` should be an int"),
+        (
+            {"metadata": {"tokenizer.ggml.bos_token_id": "x"}},
+            "ggml.bos_token_id` should be an int",
+        ),
+        ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, "should be positive, but got"),
+        ({"extra": {"rope_freqs.weight": np.full(8, np.nan, np.float32)}}, "should be positive"),
+        (
+            {"metadata": {"llama.expert_count": 10**7}},
+            "count` should be an int in .0, 1024",
+        ),
         ({"metadata": {"llama.attention.scale": "x"}}, "scale` should be a positive number"),
         ({"metadata": {"llama.rope.dimension_count": "x"}}, "dimension_count` should be"),
         ({"metadata": {"llama.block_count": 3}}, "missing: `blk.2.attn_q.weight`"),
@@ -76,3 +85,18 @@ def test_more_tokens_than_rows(tmp_path):
 def test_a_file_of_something_else(changes, message, tiny, tmp_path):
     with pytest.raises(ValueError, match=message):
         quietly(tiny.write_gguf(tmp_path / "m.gguf", tiny.config, tiny.weights, **changes))
+
+
+def test_a_list_that_is_longer_than_the_file(tmp_path):
+    """It is not walked through to where it would end."""
+    key, uint8, array = b"a.list", 0, 9
+    parts = (
+        (b"GGUF", (3).to_bytes(4, "little")),
+        [n.to_bytes(8, "little") for n in (0, 1, len(key))],
+        (key, array.to_bytes(4, "little"), uint8.to_bytes(4, "little")),
+        [(1 << 40).to_bytes(8, "little")],
+    )
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"".join(each for part in parts for each in part))
+    with pytest.raises(ValueError, match=r"truncated or damaged .it ends before byte"):
+        quietly(path)

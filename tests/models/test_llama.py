@@ -183,7 +183,7 @@ def test_defaults_follow_hugging_face(tiny):
         ({"vocab_size": None}, "lacks `vocab_size`"),
         (
             {"num_hidden_layers": 0},
-            r"`num_hidden_layers` should be an int in \[1, 4096\], but got 0",
+            "`num_hidden_layers` should be an int in .*, but got 0",
         ),
         ({"num_key_value_heads": 3}, r"\(N=4\) should be a multiple .* K=3"),
         ({"head_dim": 15}, "`head_dim` should be even, but got 15"),

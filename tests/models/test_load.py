@@ -4,12 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from directkv_jax.models import load
+from directkv_jax.models import generate, load
 
 IDS = np.array([[1, 5, 9, 200, 33, 271, 7, 7]], np.int32)
 
@@ -179,6 +180,12 @@ def test_a_configuration_that_is_nested_too_deep(fresh):
         quietly(fresh)
 
 
+def test_a_number_that_is_too_long_for_python(fresh):
+    (fresh / "config.json").write_text('{"vocab_size": ' + "1" * 5000 + "}")
+    with pytest.raises(ValueError, match=r"config.json should be JSON, but"):
+        quietly(fresh)
+
+
 def test_a_quantization_of_none(fresh):
     change_json(fresh / "config.json", quantization_config=None)
     quietly(fresh)
@@ -193,8 +200,11 @@ def test_an_output_that_is_the_embedding_and_is_not(tiny, tmp_path, expected):
     config = tiny.config | {"tie_word_embeddings": True}
     with pytest.raises(ValueError, match=r"`lm_head.weight` differs from the embedding"):
         quietly(tiny.write_folder(tmp_path / "other", config, weights))
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    quietly(tiny.write_folder(tmp_path / "copy", config, weights))
+    copy = weights["model.embed_tokens.weight"].copy()
+    copy[3] = np.nan  # a row of no token
+    for head in (copy, copy.astype(ml_dtypes.bfloat16)):
+        weights |= {"model.embed_tokens.weight": copy, "lm_head.weight": head}
+        quietly(tiny.write_folder(tmp_path / "copy", config, weights))
 
 
 def test_ids_beyond_the_embedding(fresh):
@@ -221,6 +231,57 @@ def test_damaged_files_beside_the_weights(file, changes, fresh):
     change_json(fresh / file, **changes)
     with pytest.raises(ValueError, match=f"{re.escape(str(fresh / file))}: .* should be"):
         quietly(fresh)
+
+
+def change_tokenizer(folder, change):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def test_prompts_are_neither_cut_nor_padded(fresh, loaded):
+    """As the files of many fine-tunings say."""
+    cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    pad = {
+        "strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "!",
+    }  # fmt: skip
+    change_tokenizer(fresh, lambda values: values.update(truncation=cut, padding=pad))
+    tokenizer = quietly(fresh)[1]
+    for text in ("hello", "hello " * 100):
+        assert tokenizer.encode(text) == loaded[1].encode(text)
+
+
+def test_added_tokens_may_have_no_row(fresh, tiny):
+    """Gemma 3's of 1B has one for images, beyond an embedding that it never saw."""
+    rows, extra = tiny.config["vocab_size"], {"content": "<image>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    change_tokenizer(fresh, lambda v: v["added_tokens"].append({"id": rows, **extra, **flags}))
+    with pytest.warns(UserWarning, match=r"adds 1 tokens .* \(<image>\)"):
+        model, tokenizer = quietly(fresh)
+    with pytest.raises(ValueError, match=r"should hold token ids in \[0, 272\)"):
+        generate(model, tokenizer, "<image>")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "BPE"}},
+        {"model": None},
+    ],
+    ids=repr,
+)
+def test_damaged_tokenizers(fresh, change):
+    change_tokenizer(fresh, lambda values: values.update(change))
+    with pytest.raises(ValueError, match=r"tokenizer.json could not be read as a tokenizer"):
+        quietly(fresh)
+
+
+def test_dtypes_are_named(fresh):
+    for dtype in ("bf16", "int8", 5):
+        with pytest.raises(ValueError, match="`dtype` should be one of bfloat16, float16, float32"):
+            load(fresh, dtype, progress=False)
 
 
 def test_a_chat_template_that_is_no_text(fresh):

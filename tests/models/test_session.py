@@ -215,8 +215,8 @@ def test_what_ends_a_text_does_not_change_its_cache(loaded, session, tmp_path):
 
 
 def test_metadata_that_are_no_texts_are_refused_before_a_file_is_written(session, tmp_path):
-    for metadata in ({"a": 5}, {5: "a"}):
-        with pytest.raises(TypeError, match="should be texts"):
+    for metadata in ({"a": 5}, {5: "a"}, {"a": "\udcff"}, ["a"], "ab"):
+        with pytest.raises(TypeError, match="metadata should be"):
             session.save(tmp_path / "session", metadata)
     assert not any(tmp_path.iterdir())
 
@@ -269,10 +269,29 @@ def test_bad_calls_are_refused_before_anything_is_lost(loaded, session):
         session.stream([1] * 97)
     with pytest.raises(ValueError, match="at most the `rollback`"):
         session.stream("ab", speculate=33)
+    for prompt in (b"ab", {1: 2}, {1}, 5, [1.5], None):
+        with pytest.raises(TypeError, match="`prompt` should be a list of token ids"):
+            session.stream(prompt)
     assert session.tokens == tokens
+    begun = session.stream("ab")
     session.close()
     with pytest.raises(ValueError, match="closed"):
+        next(begun)
+    with pytest.raises(ValueError, match="closed"):
         session.stream("ab")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_length": "a"}, {"max_length": 0}, {"max_length": None}, {"page_size": 17},
+        {"placement": "disk"}, {"rollback": -1}, {"rollback": "a"},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_bad_sizes_of_a_session(loaded, options):
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}` should be"):
+        models.Session(*loaded, **{"max_length": 32, **options})
 
 
 class Template:
@@ -312,24 +331,41 @@ def test_a_chat_remembers(loaded):
         assert chat.messages[-2] == {"role": "user", "content": "more"}
 
 
+class Numbers:
+    """Every token is a character."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def decode(self, ids, **_):
+        """A letter for each."""
+        return "".join(chr(65 + token % 26) for token in ids)
+
+    def stream_decoder(self):
+        """As of a real tokenizer."""
+        from directkv_jax.models.tokenizer import StreamDecoder
+
+        return StreamDecoder(self)
+
+
+@pytest.mark.parametrize("page_size", [16, 160])  # rings, or as long as a row
+def test_windows_are_saved(tmp_path, page_size):
+    model = models.Transformer(windowed.CONFIG, rngs=nnx.Rngs(0))
+    ids = np.random.default_rng(1).integers(0, 80, 70).tolist()
+    options = {"max_new_tokens": 4, "prefill_chunk": 16}
+    with models.Session(model, Numbers(), max_length=160, page_size=page_size) as session:
+        session.complete(ids, **options)
+        session.save(tmp_path / "session")
+        longer = [*session.tokens, 7, 8]
+        with models.Session.load(tmp_path / "session", model, Numbers()) as other:
+            assert other.tokens == session.tokens
+            done = other.complete(longer, **options)
+            assert done.stats.cached_tokens == len(session.tokens)
+            assert done.tokens == session.complete(longer, **options).tokens
+
+
 def test_windows_take_back_as_far_as_they_can():
     """Further back than `rollback` all is read anew, and the answer is the same."""
     model = models.Transformer(windowed.CONFIG, rngs=nnx.Rngs(0))
-
-    class Numbers:
-        """Every token is a character."""
-
-        eos_ids: tuple[int, ...] = ()
-
-        def decode(self, ids, **_):
-            """A letter for each."""
-            return "".join(chr(65 + token % 26) for token in ids)
-
-        def stream_decoder(self):
-            """As of a real tokenizer."""
-            from directkv_jax.models.tokenizer import StreamDecoder
-
-            return StreamDecoder(self)
 
     def open_session():
         return models.Session(model, Numbers(), max_length=160, page_size=16, rollback=8)

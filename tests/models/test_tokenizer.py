@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+import tokenizers
 
 from directkv_jax.models import Tokenizer, load
 
@@ -68,8 +69,15 @@ def test_templates_have_what_transformers_gives_them(loaded):
     )
     text = with_template(loaded[1], template).apply_chat_template(MESSAGES)
     assert text == "True" + "".join(message["content"] for message in MESSAGES)
-    with pytest.raises(ValueError, match="could not be rendered: division by zero"):
-        with_template(loaded[1], "{{ 1 / 0 }}").apply_chat_template(MESSAGES)
+    odd = [{"role": "tool", "content": "3 < 5 & it's é"}]
+    template = (
+        "{% if tools is none and documents is none %}{{ messages[0].content | tojson }}{% endif %}"
+    )
+    assert with_template(loaded[1], template).apply_chat_template(odd) == '"3 < 5 & it\'s é"'
+    template = "{{ messages | tojson(indent=1) }}"
+    assert with_template(loaded[1], template).apply_chat_template(odd) == (
+        '[\n {\n  "role": "tool",\n  "content": "3 < 5 & it\'s é"\n }\n]'
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,8 +112,22 @@ def test_no_template(loaded):
         "{{ raise_exception('no system role') }}",
         "{% for %}",
         "{{ messages[0]['content'] + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ '{}'.format() }}",
+        "{{ '%(a)s' % {} }}",
+        "{{ 'abc' | truncate(1) }}",
+        "{{ 'a'.index('b') }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
 def test_templates_run_in_a_sandbox(template, loaded):
     with pytest.raises(ValueError, match="the chat template could not be rendered"):
         with_template(loaded[1], template).apply_chat_template(MESSAGES)
+
+
+def test_a_text_that_has_no_tokens():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
+        Tokenizer(backend).encode("b")
+    with pytest.raises(TypeError, match="`text` should be a str"):
+        Tokenizer(backend).encode(b"a")
