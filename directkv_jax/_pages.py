@@ -40,7 +40,7 @@ def write_pages(cache: KVCache, data, page_ids):
     )(cache.pages, data, page_ids)
 
 
-_read_pages = jax.jit(read_pages)
+jitted_read_pages = jax.jit(read_pages)
 
 
 def _page_mover(cache: KVCache):
@@ -77,7 +77,7 @@ def gather(cache: KVCache, layer: int, row: int, start: int, stop: int):
     else:
         ids = np.asarray(cache.page_table)[row, first:last]
         # Called eagerly over a mesh, XLA could not move the pages out of host memory.
-        read = read_pages if cache.mesh is None else _read_pages
+        read = read_pages if cache.mesh is None else jitted_read_pages
         tiles = np.asarray(read(cache, jnp.asarray(ids)))[:, layer]
     rows = np.moveaxis(cache.layout.unpack(tiles), 2, 0)  # [2, n_pages, K, page_size, H]
     flat = np.moveaxis(rows, 3, 2).reshape(2, -1, cache.num_kv_heads, cache.head_dim)

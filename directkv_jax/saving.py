@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from directkv_jax import _checks
 from directkv_jax._layout import pages_for
-from directkv_jax._pages import read_pages
+from directkv_jax._pages import jitted_read_pages
 
 if TYPE_CHECKING:
     from directkv_jax.cache import KVCache
@@ -146,7 +145,4 @@ def _pieces(cache: KVCache, ids: np.ndarray) -> Iterator[np.ndarray]:
         wanted = np.full(size, -1, np.int32)
         part = ids[start : start + size]
         wanted[: len(part)] = part
-        yield np.asarray(_read(cache, wanted))[: len(part)]
-
-
-_read = jax.jit(read_pages)
+        yield np.asarray(jitted_read_pages(cache, wanted))[: len(part)]

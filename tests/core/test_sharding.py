@@ -99,7 +99,7 @@ def test_a_split_cache_equals_the_whole_one(implementation, four_devices, name):
 def test_gather_from_a_split_cache_without_native_kernels(four_devices, monkeypatch):
     cache, _ = run_steps(split(four_devices, "heads"), "xla")
     monkeypatch.setattr(_pages, "_page_mover", lambda cache: get("xla"))
-    monkeypatch.setattr(_pages, "_read_pages", jax.jit(_pages.read_pages))
+    monkeypatch.setattr(_pages, "jitted_read_pages", jax.jit(_pages.read_pages))
     expected = whole_cache("xla")[0].gather(1, 0, 0, 9)
     for a, b in zip(cache.gather(1, 0, 0, 9), expected, strict=True):
         assert cache_builder.same_bits(a, b)
