@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from directkv_jax._platform import is_concrete, memory_space
+from directkv_jax._layout import MAX_LENGTH
+from directkv_jax._platform import any_tracer, is_concrete, memory_space
 from directkv_jax.memory import space_of
 
 
@@ -44,8 +45,11 @@ def check_alive(cache) -> None:
     """The cache was not donated away.
 
     Raises:
+      TypeError: it is none.
       ValueError: it was consumed by an earlier call, or deleted.
     """
+    if not hasattr(cache, "page_table"):
+        raise TypeError(f"`cache` should be a KVCache, but got {type(cache).__name__}.")
     for array in (cache.pages, cache.page_table, cache.lengths, cache.overflowed):
         if is_concrete(array) and array.is_deleted():
             raise ValueError(
@@ -81,19 +85,40 @@ def check_layer(layer, num_layers: int) -> jax.Array:
         return jnp.int32(layer)
     if getattr(layer, "shape", None) != () or not jnp.issubdtype(layer.dtype, jnp.integer):
         raise TypeError(f"`layer` should be an int or an integer scalar array, but got {layer!r}.")
-    return jnp.asarray(layer, jnp.int32)
+    if not any_tracer(layer):
+        return check_layer(int(layer), num_layers)
+    return as_int32("layer", layer)
+
+
+def as_int32(name: str, x) -> jax.Array:
+    """Integers as an int32 array.
+
+    Of a traced array, what int32 cannot hold becomes the nearest that it can, out of every range.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: they are known, and int32 cannot hold one.
+    """
+    low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    # Looked at before JAX sees them: without 64-bit types it keeps the lower half of the bits.
+    values = x if any_tracer(x) else np.asarray(x)
+    if values.dtype != object and not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"`{name}` should hold integers, but has dtype {values.dtype}.")
+    if any_tracer(x):
+        if jnp.iinfo(x.dtype).max > high:
+            x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, low), high)
+        return x.astype(jnp.int32)
+    if values.dtype == object or (values.size and not low <= values.min() <= values.max() <= high):
+        raise ValueError(f"`{name}` should hold int32, but got {values.tolist()!r:.80}.")
+    return jnp.asarray(values.astype(np.int32))
 
 
 def check_rows_argument(name: str, x, batch: int) -> jax.Array:
     """An int or integer array `[B]` as int32 `[B]`."""
-    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
-        return jnp.full((batch,), x, jnp.int32)
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"`{name}` should hold integers, but has dtype {x.dtype}.")
+    x = as_int32(name, x)
     if x.shape not in ((), (batch,)):
         raise ValueError(f"`{name}` should have shape (B={batch},), but got {x.shape}.")
-    return jnp.broadcast_to(x, (batch,)).astype(jnp.int32)
+    return jnp.broadcast_to(x, (batch,))
 
 
 def check_window(local_window_size, kept: int | None = None) -> int:
@@ -123,7 +148,7 @@ def _window_left(local_window_size) -> int:
             f"got {local_window_size!r}. A Hugging Face sliding_window=W is (W - 1, 0)."
         )
     left, _ = pair
-    return int(left)
+    return min(int(left), MAX_LENGTH)
 
 
 def check_num_ctas(num_ctas) -> int:

@@ -43,6 +43,8 @@ class PageLayout:
             raise ValueError(
                 f"`num_kv_heads` should be a positive int, but got {self.num_kv_heads!r}."
             )
+        for name in ("page_size", "num_kv_heads", "head_dim"):  # of NumPy before
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def tile_elements(self) -> int:

@@ -211,11 +211,12 @@ def _fork(cache: KVCache, rows) -> KVCache:
     source = jnp.where(has_open, jnp.take_along_axis(table, open_page, 1)[:, 0], -1)
     target = jnp.where(has_open, jnp.take_along_axis(new_table, open_page, 1)[:, 0], -1)
     pages = write_pages(cache, read_pages(cache, source), target)
+    lost = has_open & (target >= cache.num_pages)  # the pool is too small
     return cache.replace(
         pages=pages,
         page_table=new_table,
         lengths=lengths,
-        overflowed=cache.overflowed[parent] | absent,
+        overflowed=cache.overflowed[parent] | absent | lost,
     )
 
 
@@ -238,12 +239,9 @@ def _column(cache: KVCache):
 
 
 def _check_row_ids(cache: KVCache, rows, name: str):
-    rows = jnp.asarray(rows)
-    if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise TypeError(
-            "`rows` should be an integer array of one dimension, but got "
-            f"{rows.dtype} {rows.shape}."
-        )
+    rows = _checks.as_int32("rows", rows)
+    if rows.ndim != 1:
+        raise TypeError(f"`rows` should be an array of one dimension, but got {rows.shape}.")
     if cache.batch_axis is not None:
         raise NotImplementedError(
             f"`{name}` of a cache whose batch is split over mesh axis {cache.batch_axis!r} would "
@@ -255,4 +253,4 @@ def _check_row_ids(cache: KVCache, rows, name: str):
             raise ValueError(
                 f"`rows` should be in [0, B={cache.batch}), but got {values.tolist()}."
             )
-    return rows.astype(jnp.int32)
+    return rows

@@ -120,10 +120,11 @@ class Saved:
         if known["window"] is not None:
             written = self.array(f"{name}.written", length=batch)
         max_length = known["max_length"] if max_length is None else max_length
+        placement = known["placement"] if placement is None else placement
         create = functools.partial(
             KVCache.create, batch, max_length, num_kv_heads=known["num_kv_heads"],
             head_dim=known["head_dim"], num_layers=known["num_layers"], dtype=known["dtype"],
-            page_size=known["page_size"], placement=placement or known["placement"],
+            page_size=known["page_size"], placement=placement,
             window=known["window"], rollback=known["rollback"],
         )  # fmt: skip
         try:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from directkv_jax import _checks, _rows
+from directkv_jax._layout import PageLayout
 from directkv_jax._platform import any_tracer, platform_of
 from directkv_jax._sharding import CacheSpecs, over_mesh
 from directkv_jax.cache import KVCache
 from directkv_jax.implementations import choose, get
 from directkv_jax.implementations._base import Options, Request, Rows
+from directkv_jax.memory import space_of
 
 
 def decode_attention(
@@ -154,8 +156,18 @@ def unsupported_reason(
     num_query_heads: int = 1, num_kv_heads: int = 1, placement: str = "host",
 ) -> str | None:  # fmt: skip
     """Why `implementation` (None: the default) cannot serve such a cache here; None if it can."""
+    try:
+        layout = PageLayout(16, num_kv_heads, head_dim, dtype)
+        space_of(placement)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if num_query_heads < 1 or num_query_heads % num_kv_heads:
+        return (
+            f"`num_query_heads` should be a multiple of K={num_kv_heads}, but got "
+            f"{num_query_heads}."
+        )
     request = Request(
-        platform_of(), placement, jnp.dtype(dtype), head_dim, num_query_heads, num_kv_heads
+        platform_of(), placement, layout.dtype, head_dim, num_query_heads, num_kv_heads
     )
     if implementation is not None:
         return get(implementation).unsupported_reason(request)
@@ -190,9 +202,11 @@ def prepare(
     tokens, heads = _checks.check_query(query, cache)
     if key is not None:
         _check_new_tokens(key, value, cache, tokens)
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ValueError(f"`logits_soft_cap` should be positive or None, but got {soft_cap!r}.")
     scale = 1.0 / math.sqrt(cache.head_dim) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"`scale` should be finite, but got {scale}.")
     options = Options(
         cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window, cache.window),
         _checks.check_num_ctas(num_ctas),

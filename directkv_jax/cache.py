@@ -111,6 +111,7 @@ class KVCache:
         if max_length > MAX_LENGTH:
             raise ValueError(f"`max_length` should be at most {MAX_LENGTH}, but got {max_length}.")
         _page_table.check_window(window, rollback, num_pages)
+        window, rollback = None if window is None else int(window), int(rollback)
         layout = PageLayout(page_size, num_kv_heads, head_dim, dtype)
         table = _page_table.create(batch, max_length, page_size, num_pages, window, rollback)
         num_pages = table.pages if num_pages is None else num_pages
@@ -180,7 +181,8 @@ class KVCache:
         """Tokens of a row that are kept, the newest: `max_length`, or those of the ring."""
         if self.window is None:
             return self.max_length
-        return self.num_pages // self.batch * self.page_size
+        ring = _page_table.ring_pages(self.window, self.rollback, self.page_size)
+        return min(self.max_pages, ring) * self.page_size
 
     @property
     def page_size(self) -> int:
@@ -299,7 +301,7 @@ class KVCache:
 
         Raises:
           OSError: the file cannot be written.
-          ValueError: the cache was donated away.
+          ValueError: the cache was donated away, is traced, or has no rows.
           NotImplementedError: the batch is split over a mesh.
         """
         saving.save(path, {"cache": self}, {})
@@ -330,8 +332,11 @@ class KVCache:
     def gather(self, layer: int, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of tokens `[start, stop)` as NumPy `[n, K, H]`, for debugging.
 
+        Beyond the length of the row they are what its pages hold, such as tokens that were appended
+        and not yet counted by `advance`.
+
         Raises:
-          ValueError: traced, or a range that is not in the cache.
+          ValueError: traced, or a range that the row has no room for, or keeps no more.
         """
         _checks.check_cache(self)
         return _pages.gather(self, layer, row, start, stop)

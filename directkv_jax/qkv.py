@@ -196,6 +196,12 @@ def _packed(query, key, value, what: str) -> jax.Array:
 
 
 def _check(x, projection: QKVProjection, cache: KVCache, rope: RoPE | None) -> None:
+    if not isinstance(projection, QKVProjection):
+        raise TypeError(
+            f"`projection` should be a QKVProjection, but got {type(projection).__name__}."
+        )
+    if not isinstance(rope, RoPE | None):
+        raise TypeError(f"`rope` should be a RoPE or None, but got {type(rope).__name__}.")
     if projection.kernel.ndim != 4 or projection.kernel.shape[2] < 3:
         raise ValueError(
             "`projection.kernel` should have shape (D, K, G + 2, H), but got "

@@ -71,7 +71,7 @@ class RoPE:
             raise ValueError(f"`theta` should be positive, but got {theta!r}.")
         if not _is_number(fraction) or not 0 < fraction <= 1:
             raise ValueError(f"`rotary_fraction` should be in (0, 1], but got {fraction!r}.")
-        dim = int(head_dim * fraction)
+        theta, dim = float(theta), int(head_dim * float(fraction))
         if dim < 2 or dim % 2:
             raise ValueError(
                 f"The rotary dim should be positive and even, but is {dim}: {fraction:g} of "
@@ -148,7 +148,7 @@ class _Numbers:
         value = self[name]
         if not _is_number(value) or not value > 0:
             raise ValueError(f"`{name}` should be a positive number, but got {value!r}.")
-        return value
+        return float(value)
 
     @property
     def trained(self) -> int:
@@ -178,12 +178,12 @@ class _Numbers:
 
 
 def _is_number(value: Any) -> bool:
-    # A larger one would be infinite in float32.
-    return (
-        isinstance(value, (int, float, np.number))
-        and not isinstance(value, bool)
-        and bool(-3e38 < value < 3e38)
-    )
+    if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "ndim", 0) != 0:
+        return False
+    try:  # also of NumPy or JAX
+        return abs(float(value)) < 3e38  # a larger one would be infinite in float32
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 _Resolved = tuple[np.ndarray, float]
@@ -254,7 +254,7 @@ def _longrope(n: _Numbers) -> _Resolved:
     name = "long_factor" if is_long else "short_factor"
     divisors = n[name]
     if (
-        not isinstance(divisors, (list, tuple, np.ndarray))
+        not (isinstance(divisors, (list, tuple)) or getattr(divisors, "ndim", None) == 1)
         or len(divisors) != n.dim // 2
         or not all(_is_number(each) and each > 0 for each in divisors)
     ):

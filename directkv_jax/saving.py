@@ -19,6 +19,7 @@ import numpy as np
 from directkv_jax import _checks
 from directkv_jax._layout import pages_for
 from directkv_jax._pages import jitted_read_pages
+from directkv_jax._platform import any_tracer
 
 if TYPE_CHECKING:
     from directkv_jax.cache import KVCache
@@ -43,7 +44,7 @@ def save(
 
     Raises:
       TypeError: metadata that are no texts.
-      ValueError: a cache was donated away.
+      ValueError: a cache was donated away, is traced, or has no rows.
       NotImplementedError: its batch is split over a mesh.
       OSError: the file cannot be written.
     """
@@ -63,6 +64,8 @@ def save(
         described[name] = json.dumps(_description(cache))
     shapes = {name: (array.dtype, array.shape) for name, array in small.items()} | shapes
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} should be the name of a file, but is a folder.")
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -97,7 +100,11 @@ def held_pages(cache: KVCache, written: np.ndarray) -> list[int]:
 
 def _page_ids(cache: KVCache) -> np.ndarray:
     """The ids of these pages, row after row."""
+    if any_tracer(cache):
+        raise ValueError("A cache is saved outside of jit; here it is traced.")
     _checks.check_cache(cache)
+    if cache.batch == 0:
+        raise ValueError("A cache without rows cannot be saved.")
     if cache.batch_axis is not None:
         raise NotImplementedError("A cache whose batch is split over a mesh cannot be saved.")
     written = cache.lengths if cache.written is None else cache.written

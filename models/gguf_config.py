@@ -13,7 +13,7 @@ from directkv_jax.models import families
 from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.families.common import KINDS
 from directkv_jax.models.gguf_architectures import ARCHITECTURES, Architecture
-from directkv_jax.models.kinds import AMOUNT, COUNT, INDEX, POSITIVE, Kind, check_all
+from directkv_jax.models.kinds import AMOUNT, COUNT, INDEX, Kind, check_all
 
 # Key of a `config.json` -> key of the metadata, after the name of the architecture.
 _KEYS = {
@@ -55,7 +55,7 @@ _FACTORS = {
 _CHECKED: dict[str, Kind] = {
     **{key: KINDS[name] for name, key in _KEYS.items()},
     **dict.fromkeys((*_SCALING.values(), _OLD_FACTOR), AMOUNT),
-    "rope.dimension_count": COUNT, "attention.sliding_window": INDEX, "attention.scale": POSITIVE,
+    "rope.dimension_count": COUNT, "attention.sliding_window": INDEX, "attention.scale": AMOUNT,
 }  # fmt: skip
 _IDS = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")}
 _DIVISORS = "rope_freqs.weight"
@@ -155,6 +155,8 @@ def _scaling(file: Contents, held: Mapping[str, Any], prefix: str) -> dict[str, 
     if "factor" not in found and held.get(_OLD_FACTOR):
         found["factor"] = held[_OLD_FACTOR]
     kind = held.get("rope.scaling.type", "linear" if "factor" in found else "none")
+    if kind == "linear" and "factor" not in found:
+        kind = "none"
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise ValueError(f"`{prefix}rope.scaling.type` should be one of {known}, but got {kind!r}.")
@@ -191,5 +193,5 @@ def _completed(config: ModelConfig, file: Contents, held: Mapping[str, Any]) -> 
         attention_bias=config.attention_bias or biased("attn_q") or biased("attn_qkv"),
         output_bias=config.output_bias or biased("attn_output"),
         mlp_bias=config.mlp_bias or biased("ffn_up"),
-        attention_scale=held.get("attention.scale", config.attention_scale),
+        attention_scale=held.get("attention.scale") or config.attention_scale,  # 0: unset
     )

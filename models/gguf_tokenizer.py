@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from directkv_jax.models.gguf_vocabulary import CONTROL, KINDS, NORMAL, SPACE, USER_DEFINED
-from directkv_jax.models.kinds import INDEX, INTS, NUMBERS, TEXT, TEXTS, Kind, check_all
+from directkv_jax.models.kinds import FLAG, INDEX, INTS, NUMBERS, TEXT, TEXTS, Kind, check_all
 from directkv_jax.models.tokenizer import Tokenizer
 
-_SWITCH = Kind("true or false", lambda value: value in (True, False))  # 0 and 1 are
 _CHECKED: dict[str, Kind] = {
     **{f"tokenizer.ggml.{name}": kind for name, kind in {
         "model": TEXT, "pre": TEXT, "tokens": TEXTS, "merges": TEXTS, "token_type": INTS,
-        "scores": NUMBERS, "add_bos_token": _SWITCH, "add_space_prefix": _SWITCH,
+        "scores": NUMBERS, "add_bos_token": FLAG, "add_space_prefix": FLAG,
     }.items()},
     "tokenizer.chat_template": TEXT,
 }  # fmt: skip

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -42,16 +44,20 @@ def check_all(kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str 
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_int and abs(int(value)) < 1 << 31
 
 
 def _is_number(value: Any) -> bool:
     # A larger one would be infinite in float32.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return is_number and bool(abs(value) < 3e38)
 
 
-def _is_list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(isinstance(each, kind) for each in value)
+def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, (list, tuple)) and all(isinstance(each, kinds) for each in value)
+    )
 
 
 MAX_LAYERS = MAX_EXPERTS = 1024  # more than any model has: a file that names more is damaged
@@ -68,16 +74,13 @@ INDEX = Kind("an int in [0, 2**31)", lambda value: _is_int(value) and value >= 0
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
 AMOUNT = Kind("a number, 0 or more", lambda value: _is_number(value) and value >= 0)
 NUMBER = Kind("a number", _is_number)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FLAG = Kind("true or false", lambda value: isinstance(value, int) and value in (0, 1))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
-LIST = Kind("a list", lambda value: isinstance(value, list))
+LIST = Kind("a list", lambda value: isinstance(value, (list, tuple)))
 TEXTS = Kind("a list of texts", _is_list_of(str))
 INTS = Kind("a list of ints", _is_list_of(int))
-NUMBERS = Kind(
-    "a list of numbers",
-    lambda value: isinstance(value, list) and all(isinstance(x, int | float) for x in value),
-)
+NUMBERS = Kind("a list of numbers", _is_list_of(int, float))
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

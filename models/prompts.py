@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from directkv_jax.models.tokenizer import Tokenizer
@@ -34,16 +36,16 @@ def encode_all(tokenizer: Tokenizer, prompts: Prompts) -> list[list[int]]:
     rows: list[Any] = list(prompts) if isinstance(prompts, Sequence) else []
     if rows and all(isinstance(row, str) for row in rows):
         return [tokenizer.encode(row) for row in rows]
-    if (
-        rows
-        and all(isinstance(row, (Sequence, np.ndarray)) for row in rows)
-        and not any(isinstance(row, str) for row in rows)
-    ):
+    if rows and all(map(_is_list, rows)) and not any(isinstance(row, str) for row in rows):
         return [ids(f"prompts[{index}]", row) for index, row in enumerate(rows)]
     raise TypeError(
         "`prompts` should be a str, a non-empty list of str or a list of lists of token ids, "
         f"but got {prompts!r:.80}."
     )
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, (Sequence, np.ndarray, jax.Array)) and not isinstance(values, bytes)
 
 
 def ids(name: str, values: Iterable[int]) -> list[int]:
@@ -52,9 +54,8 @@ def ids(name: str, values: Iterable[int]) -> list[int]:
     Raises:
       TypeError: they are something else; bytes, whose elements are ints, too.
     """
-    try:
-        if isinstance(values, (Sequence, np.ndarray)) and not isinstance(values, (str, bytes)):
+    if _is_list(values) and not isinstance(values, str):
+        with contextlib.suppress(TypeError):
+            values = np.asarray(values) if isinstance(values, jax.Array) else values
             return [operator.index(value) for value in values]
-    except TypeError:
-        pass
     raise TypeError(f"`{name}` should be a list of token ids, but got {values!r:.80}.")

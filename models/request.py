@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ MAX_SPECULATE = 64  # drafts; each is a part of the compiled step, and hardly an
 
 # Called with (layers of the prefill done, layers), both counted over all chunks of the prompts.
 OnProgress = Callable[[int, int], None]
+
+
+_SIZES = ("max_new_tokens", "max_length", "prefill_chunk", "prefill_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Options:
     max_length: int | None = None
     sampling: Sampling = GREEDY
     seed: int | Sequence[int] = 0
-    stop_tokens: Sequence[int] | None = None
+    stop_tokens: Collection[int] | None = None
     stop_strings: Sequence[str] = ()
     logprobs: bool = False
     speculate: int = 0
@@ -79,7 +82,10 @@ class Options:
     on_progress: OnProgress | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_length", "prefill_chunk", "prefill_bytes"):
+        for name in (*_SIZES, "page_size", "speculate"):
+            if isinstance(value := getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(value))
+        for name in _SIZES:
             value = getattr(self, name)
             if name in ("max_length", "prefill_chunk") and value is None:
                 continue
@@ -195,6 +201,7 @@ def prepare(
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     given = options.stop_tokens
+    given = sorted(given) if isinstance(given, (set, frozenset)) else given
     stop = tokenizer.eos_ids if given is None else tuple(ids("stop_tokens", given))
     if not all(0 <= token < 1 << 31 for token in stop):
         raise ValueError(f"`stop_tokens` should be token ids, but got {stop}.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Sampling:
                 object.__setattr__(self, name, float(value))  # a NumPy number too
             except (TypeError, ValueError, OverflowError):
                 raise TypeError(f"`{name}` should be a number, but got {value!r:.80}.") from None
+        if isinstance(self.top_k, np.integer):
+            object.__setattr__(self, "top_k", int(self.top_k))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"`temperature` should be 0 or more, but got {self.temperature}.")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):

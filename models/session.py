@@ -64,7 +64,7 @@ class Session:
         Options(max_length=COUNT.check("max_length", max_length), page_size=page_size,
                 placement=placement)  # fmt: skip  # raises where one is wrong
         self.model, self.tokenizer = model, tokenizer
-        self._rollback = INDEX.check("rollback", rollback)
+        self._rollback = int(INDEX.check("rollback", rollback))
         self.cache = model.create_cache(
             1, max_length, page_size=page_size, placement=placement, rollback=rollback
         )

@@ -25,7 +25,6 @@ from directkv_jax.models.kinds import (
     POSITIVE,
     TEXT,
     Kind,
-    check_all,
     token_ids,
 )
 from directkv_jax.models.names import LLAMA, Names
@@ -92,13 +91,11 @@ KINDS: dict[str, Kind] = {
 class Values:
     """The values of a `config.json`; null counts as absent.
 
-    Raises:
-      ValueError: one is of another kind than `KINDS` says.
+    One that is asked for, by whatever method, is of the kind that `KINDS` says, or a ValueError.
     """
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = {name: value for name, value in values.items() if value is not None}
-        check_all(KINDS, self._values)
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -106,11 +103,14 @@ class Values:
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:
             raise ValueError(f"the config lacks `{name}`.")
-        return self._values[name]
+        value = self._values[name]
+        return KINDS[name].check(name, value) if name in KINDS else value
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value, or `default` where there is none."""
-        return self._values.get(name, default)
+        if name not in self._values:
+            return default
+        return self[name]
 
     def require(self, *names: str) -> None:
         """All of these.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from directkv_jax._layout import MAX_LENGTH
 from directkv_jax.models.config import ModelConfig
 from directkv_jax.models.plan.gpus import Gpu, gpu_of_kind
 from directkv_jax.models.plan.memory import Sizes, Workload, sizes_of
@@ -16,7 +17,7 @@ from directkv_jax.models.plan.step import (
     step_time,
 )
 
-LARGEST = 2**31 - 1  # lengths are int32
+LARGEST_BATCH = 2**31 - 1
 SMALLEST_PREFILL_BYTES = 16 << 20  # below that a prompt is read too slowly to be worth it
 # Of a GPU's memory, what JAX takes unless it is told otherwise.
 DEFAULT_MEM_FRACTION = 0.75
@@ -157,13 +158,13 @@ def largest_context(config: ModelConfig, work: Workload, machine: Machine) -> in
     None if it is not known what fits. Does not ask how long a context the model was made for.
     """
     size = work.page_size
-    pages = _largest(lambda n: _fits(config, work, machine, context=n * size), LARGEST // size)
+    pages = _largest(lambda n: _fits(config, work, machine, context=n * size), MAX_LENGTH // size)
     return None if pages is None else pages * size
 
 
 def largest_batch(config: ModelConfig, work: Workload, machine: Machine) -> int | None:
     """Rows that fit where one more does not; 0 if none fits, None if that is not known."""
-    return _largest(lambda n: _fits(config, work, machine, batch=n), LARGEST)
+    return _largest(lambda n: _fits(config, work, machine, batch=n), LARGEST_BATCH)
 
 
 def smaller_prefill_bytes(config: ModelConfig, work: Workload, machine: Machine) -> int | None:

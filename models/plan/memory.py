@@ -7,7 +7,7 @@ import math
 
 import jax.numpy as jnp
 
-from directkv_jax._layout import DTYPES, PageLayout
+from directkv_jax._layout import DTYPES, MAX_LENGTH, PageLayout
 from directkv_jax.memory import PLACEMENTS
 from directkv_jax.models.config import LayerConfig, ModelConfig
 from directkv_jax.models.kinds import BYTES, COUNT, check_all
@@ -39,6 +39,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_all({"batch": COUNT, "context": COUNT, "prefill_bytes": BYTES}, vars(self))
+        if self.context > MAX_LENGTH:
+            raise ValueError(f"`context` should be at most {MAX_LENGTH}, but got {self.context}.")
         for name, known in (("placement", PLACEMENTS), ("dtype", DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(

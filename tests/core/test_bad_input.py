@@ -157,6 +157,15 @@ def test_wrong_tokens(cache, change, error, message, jitted):
             ValueError,
             "`logits_soft_cap` should be positive or None, but got -3.0",
         ),
+        (
+            {"logits_soft_cap": float("inf")},
+            ValueError,
+            "`logits_soft_cap` should be positive or None, but got inf",
+        ),
+        ({"scale": float("inf")}, ValueError, "`scale` should be finite, but got inf"),
+        ({"layer": np.array(5)}, ValueError, "`layer` should be in [0, L=2), but got 5"),
+        ({"layer": jnp.int32(-1)}, ValueError, "`layer` should be in [0, L=2), but got -1"),
+        ({"query_seq_lengths": 1 << 40}, ValueError, "`query_seq_lengths` should hold int32"),
         ({"local_window_size": -1}, ValueError, "sliding_window=W is (W - 1, 0)"),
         ({"num_ctas": 0}, ValueError, "`num_ctas` should be from 1 to 65536 or None"),
         ({"num_ctas": 1.5}, TypeError, "`num_ctas` should be an int or None"),
@@ -339,6 +348,19 @@ def test_a_prompt_longer_than_the_cache():
             ValueError,
             "`rows` should be in [0, B=2), but got [2]",
         ),
+        # What its lower 32 bits would be is in range.
+        *(
+            (call, ValueError, "should hold int32, but got")
+            for call in (
+                lambda c: c.take_rows(np.array([1 << 32])),
+                lambda c: c.fork(np.array([1 << 32])),
+                lambda c: c.advance((1 << 32) + 3),
+                lambda c: c.advance(1 << 40),
+                lambda c: c.advance([1 << 70, 0]),
+                lambda c: c.truncate(np.uint64([1 << 32, 0])),
+                lambda c: c.truncate(-(1 << 40)),
+            )
+        ),
         (
             lambda c: c.fork(np.int32([-1])),
             ValueError,
@@ -347,12 +369,12 @@ def test_a_prompt_longer_than_the_cache():
         (
             lambda c: c.fork(np.float32([0])),
             TypeError,
-            "`rows` should be an integer array of one dimension, but got float32 (1,)",
+            "`rows` should hold integers, but has dtype float32",
         ),
         (
             lambda c: c.fork(np.int32(0)),
             TypeError,
-            "`rows` should be an integer array of one dimension, but got int32 ()",
+            "`rows` should be an array of one dimension, but got ()",
         ),
         (
             lambda c: c.reset(np.int32([0])),
@@ -386,6 +408,37 @@ def test_wrong_row_operations(cache, call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call(cache)
     assert cache_builder.same_bits(cache_builder.all_pages(cache), before)
+
+
+def test_what_int32_cannot_hold_is_out_of_range_under_jit(cache):
+    lengths = np.asarray(cache.lengths)
+    with jax.enable_x64(True):
+        for wrong in ((1 << 32) + 1, -(1 << 40)):
+            for change in (type(cache).advance, type(cache).truncate):
+                changed = jax.jit(change)(cache, jnp.int64(wrong))
+                assert np.asarray(changed.overflowed).all()
+                assert np.asarray(changed.lengths).tolist() == lengths.tolist()
+
+
+def test_a_cache_that_is_none():
+    new = np.zeros((1, 1, 2, 64), np.float32)
+    for call in (
+        lambda: directkv_jax.append(None, new, new),
+        lambda: directkv_jax.attend(new, 5),
+        lambda: directkv_jax.decode_attention(new, new, new, new),
+        lambda: directkv_jax.qkv_attention(np.zeros((1, 1, 64)), None, None),
+    ):
+        with pytest.raises(TypeError, match="`cache` should be a KVCache, but got"):
+            call()
+
+
+def test_a_projection_and_a_rope_that_are_none(cache):
+    x = np.zeros((2, 1, 64), np.float32)
+    with pytest.raises(TypeError, match="`projection` should be a QKVProjection, but got None"):
+        directkv_jax.qkv_attention(x, None, cache)
+    kernel = np.zeros((64, cache.num_kv_heads, 3, cache.head_dim), np.float32)
+    with pytest.raises(TypeError, match="`rope` should be a RoPE or None, but got str"):
+        directkv_jax.qkv_attention(x, directkv_jax.QKVProjection(kernel), cache, rope="default")
 
 
 def test_no_gpu():

@@ -189,3 +189,17 @@ def test_a_rotary_dim_beyond_the_head_is_refused():
     x = jnp.zeros((1, 1, 1, 8))
     with pytest.raises(ValueError, match="should be at most H, but H=8"):
         rotate(x, RoPE.create(16).rotations(jnp.zeros((1, 1), jnp.int32)))
+
+
+def test_numbers_of_numpy_and_jax():
+    expected = RoPE.create(16, theta=1e4, rotary_fraction=0.5)
+    for kind in (np.float32, jnp.float32, int):
+        assert RoPE.create(16, theta=kind(1e4), rotary_fraction=0.5) == expected
+    scaled = {"rope_type": "longrope", **SCALED["longrope"]}
+    whole = RoPE.create(16, scaling=scaled, max_position=256)
+    for kind in (np.float32, jnp.float32):
+        arrays = {name: kind(scaled[name]) for name in ("long_factor", "short_factor")}
+        assert RoPE.create(16, scaling=scaled | arrays, max_position=256) == whole
+    for wrong in ("1", None, True, [1.0], float("inf"), 10**400, np.ones(2)):
+        with pytest.raises(ValueError, match="`theta` should be positive"):
+            RoPE.create(16, theta=wrong)

@@ -133,6 +133,13 @@ def test_a_fork_may_have_more_rows_than_its_parent():
     assert contents(cache) == [parents[r] for r in rows], "the cache keeps its content"
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # other sizes
+def test_a_fork_without_a_page_for_its_last_tokens_is_flagged_under_jit():
+    cache = build([20]).cache  # 3 pages
+    forked = jax.jit(lambda c: c.fork(jnp.int32([0] * 4)), donate_argnums=0)(cache)
+    assert forked.overflowed.tolist() == [False, False, True, True]
+
+
 def test_forks_of_forks():
     cache = build().cache
     for step, rows in enumerate(([2, 2, 0, 1], [0, 0, 1, 2], [1, 1, 1, 1], [3, 2, 1, 0])):

@@ -164,6 +164,29 @@ def test_damaged_headers_name_the_file(tmp_path, monkeypatch):
             directkv_jax.KVCache.load(path)
 
 
+def test_sizes_of_numpy(tmp_path):
+    cache = directkv_jax.KVCache.create(
+        1, np.int64(64), num_kv_heads=np.int64(2), head_dim=np.int64(64), page_size=np.int64(16),
+        window=np.int64(40), rollback=np.int64(2),
+    )  # fmt: skip
+    cache.save(tmp_path / "cache")
+    assert directkv_jax.KVCache.load(tmp_path / "cache").window == 40
+
+
+def test_what_cannot_be_saved(tmp_path):
+    cache = cache_builder.build(LENGTHS, max_length=48).cache
+    with pytest.raises(ValueError, match="without rows cannot be saved"):
+        cache.take_rows(np.zeros(0, np.int32)).save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="outside of jit"):
+        jax.jit(lambda c: c.save(tmp_path / "cache"))(cache)
+    with pytest.raises(IsADirectoryError, match="should be the name of a file"):
+        cache.save(tmp_path)
+    assert not any(tmp_path.iterdir())
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="`placement` should be"):
+        directkv_jax.KVCache.load(tmp_path / "cache", placement="")
+
+
 def test_metadata_are_texts(tmp_path):
     cache = cache_builder.build(LENGTHS, max_length=48).cache
     for metadata in ({"a": 5}, {1: "a"}, {"a": None}):

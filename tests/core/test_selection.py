@@ -33,6 +33,26 @@ def test_every_name_answers():
         directkv_jax.is_supported("flash")
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"dtype": jnp.float64}, "`dtype` should be one of"),
+        ({"dtype": "int8"}, "`dtype` should be one of"),
+        ({"head_dim": 7}, "`head_dim` should be a multiple of 8"),
+        (
+            {"num_query_heads": 3, "num_kv_heads": 2},
+            "`num_query_heads` should be a multiple of K=2",
+        ),
+        ({"num_kv_heads": 0}, "`num_kv_heads` should be a positive int"),
+        ({"placement": "disk"}, "`placement` should be"),
+    ],
+)
+def test_what_no_cache_has_is_not_supported(shape, reason):
+    for name in (None, "xla"):
+        assert reason in directkv_jax.unsupported_reason(name, **shape)
+        assert not directkv_jax.is_supported(name, **shape)
+
+
 def test_none_picks_a_reader_of_the_cache_where_it_lies():
     platform = jax.default_backend().replace("gpu", "cuda")
     chosen = choose(None, request(platform)).name

@@ -90,6 +90,27 @@ def test_the_ring_holds_the_window_and_no_more():
     assert create(100_000).kept_length == CAPACITY  # no larger than a whole row
 
 
+def test_fewer_rows_have_rings_no_longer(tmp_path):
+    """The pages of the rows that are gone are nobody's."""
+    cache = create(33).take_rows(np.int32([1]))
+    assert cache.kept_length == 32
+    _, key, value = cache_builder.tokens(0, 1, 120, K * G, K, H, "float32")
+    for start in range(0, 120, 40):
+        part = slice(start, start + 40)
+        cache = directkv_jax.append(cache, key[:, part], value[:, part], layer=1).advance(40)
+    for got, expected in zip(cache.gather(1, 0, 100, 120), (key, value), strict=True):
+        assert cache_builder.same_bits(got, expected[0, 100:120])
+    with pytest.raises(ValueError, match="those from 68 on are gone"):
+        cache.gather(1, 0, 68, 120)
+    with pytest.raises(ValueError, match="more than 0 tokens"):
+        cache.truncate(90)
+    assert jax.jit(lambda c: c.truncate(90))(cache).overflowed.tolist() == [True]
+    cache.save(tmp_path / "cache")
+    loaded = directkv_jax.KVCache.load(tmp_path / "cache")
+    for got, expected in zip(loaded.gather(1, 0, 100, 120), (key, value), strict=True):
+        assert cache_builder.same_bits(got, expected[0, 100:120])
+
+
 def test_a_query_must_not_look_beyond_the_window():
     cache = create(16)
     query, key, value = cache_builder.tokens(0, 2, 1, K * G, K, H, "float32")

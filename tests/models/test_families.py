@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from directkv_jax.models import ModelConfig
@@ -75,7 +76,7 @@ def test_a_wrong_value_is_an_error_or_harmless(folder):
     "values",
     [
         {"rms_norm_eps": "x"}, {"rms_norm_eps": -1}, {"rms_norm_eps": float("nan")},
-        {"rope_scaling": "linear"}, {"rope_theta": "x"}, {"use_bidirectional_attention": 1},
+        {"rope_scaling": "linear"}, {"rope_theta": "x"},
     ],
     ids=repr,
 )  # fmt: skip
@@ -97,6 +98,19 @@ def test_large_bases_and_what_no_scaling_uses():
     for wrong in (float("inf"), 10**400):
         with pytest.raises(ValueError, match="`factor` should be a positive number"):
             config("llama", rope_scaling={"rope_type": "linear", "factor": wrong})
+
+
+def test_what_a_family_does_not_read_is_not_looked_at():
+    odd = {
+        "sliding_window": False, "decoder_sparse_step": 0, "query_pre_attn_scalar": 0,
+        "word_embed_proj_dim": "x", "final_logit_softcapping": [],
+    }  # fmt: skip
+    assert config("llama", **odd) == config("llama")
+    assert config("llama", tie_word_embeddings=1).tie_word_embeddings
+    ours = config("llama", hidden_size=np.int64(32), rope_theta=np.float32(5e5))
+    assert ours == config("llama", rope_theta=5e5)
+    types = ("full_attention", "sliding_attention") * 3
+    assert windows(config("gemma2", sliding_window=8, layer_types=types)) == [None, 8] * 3
 
 
 def test_a_rope_for_each_type_of_layer_is_not_ignored():

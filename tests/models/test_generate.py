@@ -213,8 +213,10 @@ def test_bad_kinds(options, loaded):
 def test_ids_of_numpy(loaded):
     ids = loaded[1].encode("hello")
     expected = complete(*loaded, [ids], max_new_tokens=2).tokens
-    for kind in (np.int32, np.uint16):
-        assert complete(*loaded, [np.asarray(ids, kind)], max_new_tokens=2).tokens == expected
+    for kind in (np.int32, np.uint16, jnp.int32):
+        prompt, stop = kind(ids) if kind is jnp.int32 else np.asarray(ids, kind), {1, np.int64(2)}
+        sizes = {"max_new_tokens": np.int32(2), "max_length": np.int64(32)}
+        assert complete(*loaded, [prompt], stop_tokens=stop, **sizes).tokens == expected
 
 
 def test_stream_checks_at_once(loaded):
@@ -232,6 +234,7 @@ def test_sampling_takes_numbers(name):
         with pytest.raises(TypeError, match=f"`{name}` should be a number"):
             Sampling(**{name: wrong})
     assert hash(Sampling(**{name: jnp.float32(1)})) == hash(Sampling(**{name: 1.0}))
+    assert Sampling(top_k=np.int64(3)) == Sampling(top_k=3)
 
 
 @pytest.mark.parametrize(

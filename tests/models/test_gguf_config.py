@@ -68,6 +68,8 @@ def test_scalings_of_older_files():
     unscaled = config("llama")
     assert expected != unscaled
     assert config("llama", rope__scaling__factor=0.0) == unscaled  # not set
+    assert config("llama", rope__scaling__type="linear") == unscaled
+    assert config("llama", attention__scale=0.0) == unscaled
     assert config("llama", **{**linear, "rope__scaling__type": "none"}) == unscaled
 
 
@@ -168,7 +170,6 @@ def test_divisors_of_frequencies_reach_every_layer_with_positions():
             {"rope__scaling__type": "dynamic"},
             "`llama.rope.scaling.type` should be one of none, linear, yarn, longrope, but got",
         ),
-        ("llama", {"rope__scaling__type": "linear"}, "lacks `factor`"),
         ("phi3", {"rope__scaling__type": "longrope"}, "lacks `short_factor`"),
         ("llama", {"factors": {"rope_freqs": [2.0] * 3}}, "should be 8 divisors"),
         ("qwen3moe", {"expert_count": 4}, "lacks `num_experts_per_tok`"),

@@ -75,7 +75,7 @@ def test_more_tokens_than_rows(tmp_path):
             {"metadata": {"llama.expert_count": 10**7}},
             "count` should be an int in .0, 1024",
         ),
-        ({"metadata": {"llama.attention.scale": "x"}}, "scale` should be a positive number"),
+        ({"metadata": {"llama.attention.scale": "x"}}, "scale` should be a number, 0 or more"),
         ({"metadata": {"llama.rope.dimension_count": "x"}}, "dimension_count` should be"),
         ({"metadata": {"llama.block_count": 3}}, "missing: `blk.2.attn_q.weight`"),
         ({"metadata": {"llama.feed_forward_length": 95}}, r"expected \(95, 64\), got \(96, 64\)"),

@@ -182,6 +182,7 @@ def test_what_bounds_a_step():
     [
         ({"batch": 0}, "`batch` should be a positive int below .*, but got 0"),
         ({"context": -1}, "`context` should be a positive int"),
+        ({"context": (1 << 30) + 1}, "`context` should be at most 1073741824"),
         ({"prefill_bytes": 0}, "`prefill_bytes` should be"),
         ({"placement": "disk"}, "`placement` should be one of host, device, but got 'disk'"),
         ({"dtype": "int8"}, "`dtype` should be one of bfloat16, float16, float32"),
