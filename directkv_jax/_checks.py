@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,15 +101,17 @@ def as_int32(name: str, x) -> jax.Array:
       ValueError: they are known, and int32 cannot hold one.
     """
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    traced = any_tracer(x)
     # Looked at before JAX sees them: without 64-bit types it keeps the lower half of the bits.
-    values = x if any_tracer(x) else np.asarray(x)
-    if values.dtype != object and not jnp.issubdtype(values.dtype, jnp.integer):
+    values: Any = jnp.asarray(x) if traced else np.asarray(x)
+    huge = values.dtype == object and all(isinstance(each, int) for each in values.flat)
+    if not huge and not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"`{name}` should hold integers, but has dtype {values.dtype}.")
-    if any_tracer(x):
-        if jnp.iinfo(x.dtype).max > high:
-            x = jnp.clip(x, max(jnp.iinfo(x.dtype).min, low), high)
-        return x.astype(jnp.int32)
-    if values.dtype == object or (values.size and not low <= values.min() <= values.max() <= high):
+    if traced:
+        if jnp.iinfo(values.dtype).max > high:
+            values = jnp.clip(values, max(jnp.iinfo(values.dtype).min, low), high)
+        return values.astype(jnp.int32)
+    if huge or (values.size and not low <= values.min() <= values.max() <= high):
         raise ValueError(f"`{name}` should hold int32, but got {values.tolist()!r:.80}.")
     return jnp.asarray(values.astype(np.int32))
 

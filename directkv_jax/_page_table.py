@@ -53,13 +53,13 @@ def check_sizes(**sizes) -> None:
 
 def check_window(window: int | None, rollback: int, num_pages: int | None) -> None:
     """A window is a positive int and goes with a pool of its own; no rollback without one."""
+    if isinstance(rollback, bool) or not isinstance(rollback, (int, np.integer)) or rollback < 0:
+        raise ValueError(f"`rollback` should be an int of 0 or more, but got {rollback!r}.")
     if window is None:
         if rollback:
             raise ValueError("`rollback` is of a cache with a `window`; others keep all tokens.")
         return
     check_sizes(window=window)
-    if isinstance(rollback, bool) or not isinstance(rollback, (int, np.integer)) or rollback < 0:
-        raise ValueError(f"`rollback` should be an int of 0 or more, but got {rollback!r}.")
     if num_pages is not None:
         raise ValueError(
             "`num_pages` and `window` exclude each other: with a window every row has its ring."

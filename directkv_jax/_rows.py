@@ -200,14 +200,16 @@ def _fork(cache: KVCache, rows) -> KVCache:
     full = lengths // cache.page_size
     shared = jnp.arange(cache.max_pages)[None, :] < full[:, None]
     free = _free_pages(cache.replace(page_table=table), shared)
-    # Open pages first, then the pages after them: a short pool runs out at the far end.
-    rank = jnp.argsort(jnp.argsort((_column(cache) - full[:, None]).ravel(), stable=True))
+    has_open = (lengths % cache.page_size) > 0
+    # Pages that hold tokens first, then the others: a short pool runs out at the far end.
+    distance = _column(cache) - full[:, None] + ~has_open[:, None]
+    order = jnp.where(shared, -1, distance).ravel()
+    rank = jnp.argsort(jnp.argsort(order, stable=True))
     rank = rank.reshape(shared.shape) - jnp.sum(shared)
     fresh = jnp.take(free, jnp.where(shared, 0, rank), mode="fill", fill_value=cache.num_pages)
     new_table = jnp.where(shared, table, fresh).astype(jnp.int32)
 
     open_page = jnp.clip(full, 0, cache.max_pages - 1)[:, None]
-    has_open = (lengths % cache.page_size) > 0
     source = jnp.where(has_open, jnp.take_along_axis(table, open_page, 1)[:, 0], -1)
     target = jnp.where(has_open, jnp.take_along_axis(new_table, open_page, 1)[:, 0], -1)
     pages = write_pages(cache, read_pages(cache, source), target)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from directkv_jax import _checks, _rows
 from directkv_jax._layout import PageLayout
@@ -153,9 +154,13 @@ def append(
 
 def unsupported_reason(
     implementation: str | None = None, *, dtype=jnp.bfloat16, head_dim: int = 128,
-    num_query_heads: int = 1, num_kv_heads: int = 1, placement: str = "host",
+    num_query_heads: int | None = None, num_kv_heads: int = 1, placement: str = "host",
 ) -> str | None:  # fmt: skip
-    """Why `implementation` (None: the default) cannot serve such a cache here; None if it can."""
+    """Why `implementation` (None: the default) cannot serve such a cache here; None if it can.
+
+    Without `num_query_heads` there is one for each KV head.
+    """
+    num_query_heads = num_kv_heads if num_query_heads is None else num_query_heads
     try:
         layout = PageLayout(16, num_kv_heads, head_dim, dtype)
         space_of(placement)
@@ -183,6 +188,9 @@ def is_supported(implementation: str | None = None, **shape) -> bool:
     return unsupported_reason(implementation, **shape) is None
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class Call:
     """The checked and completed arguments of an attend."""
 
@@ -202,10 +210,10 @@ def prepare(
     tokens, heads = _checks.check_query(query, cache)
     if key is not None:
         _check_new_tokens(key, value, cache, tokens)
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
+    if soft_cap is not None and not 0 < soft_cap <= _LARGEST:
         raise ValueError(f"`logits_soft_cap` should be positive or None, but got {soft_cap!r}.")
     scale = 1.0 / math.sqrt(cache.head_dim) if scale is None else float(scale)
-    if not math.isfinite(scale):
+    if not abs(scale) <= _LARGEST:
         raise ValueError(f"`scale` should be finite, but got {scale}.")
     options = Options(
         cache.storage, scale, float(soft_cap or 0.0), _checks.check_window(window, cache.window),

@@ -151,7 +151,7 @@ class _Numbers:
         return float(value)
 
     @property
-    def trained(self) -> int:
+    def trained(self) -> float:
         """The longest context of the first training, which the scaling extends."""
         name = "original_max_position_embeddings"
         length = self.values.get(name, self.max_position)
@@ -160,7 +160,7 @@ class _Numbers:
                 f"RoPE scaling of type {self.kind!r} needs `{name}` or `max_position`, "
                 f"but got {length!r}."
             )
-        return length
+        return float(length)
 
     @property
     def extension(self) -> float:
@@ -178,7 +178,8 @@ class _Numbers:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "ndim", 0) != 0:
+    kinds = (int, float, np.integer, np.floating, jax.Array)
+    if not isinstance(value, kinds) or isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
         return False
     try:  # also of NumPy or JAX
         return abs(float(value)) < 3e38  # a larger one would be infinite in float32

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
@@ -16,20 +14,22 @@ class Kind:
     Attributes:
       words: what they should be, for messages.
       holds: whether a value is one.
+      convert: makes of such a value what we compute with.
     """
 
     words: str
     holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
 
     def check(self, name: str, value: Any) -> Any:
-        """`value`.
+        """`value`, converted.
 
         Raises:
           ValueError: it is of another kind.
         """
         if not self.holds(value):
             raise ValueError(f"`{name}` should be {self.words}, but got {value!r:.80}.")
-        return value
+        return self.convert(value)
 
 
 def check_all(kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str = "") -> None:
@@ -44,14 +44,12 @@ def check_all(kinds: Mapping[str, Kind], values: Mapping[str, Any], prefix: str 
 
 
 def _is_int(value: Any) -> bool:
-    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return is_int and abs(int(value)) < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
 
 
 def _is_number(value: Any) -> bool:
     # A larger one would be infinite in float32.
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    return is_number and bool(abs(value) < 3e38)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
@@ -74,7 +72,7 @@ INDEX = Kind("an int in [0, 2**31)", lambda value: _is_int(value) and value >= 0
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
 AMOUNT = Kind("a number, 0 or more", lambda value: _is_number(value) and value >= 0)
 NUMBER = Kind("a number", _is_number)
-FLAG = Kind("true or false", lambda value: isinstance(value, int) and value in (0, 1))
+FLAG = Kind("true or false", lambda value: isinstance(value, int) and value in (0, 1), bool)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
 LIST = Kind("a list", lambda value: isinstance(value, (list, tuple)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 
 import jax
 import numpy as np
@@ -82,7 +82,7 @@ class Options:
     on_progress: OnProgress | None = None
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, "page_size", "speculate"):
+        for name in (*_SIZES, "page_size", "speculate", "seed"):
             if isinstance(value := getattr(self, name), np.integer):
                 object.__setattr__(self, name, int(value))
         for name in _SIZES:
@@ -138,7 +138,7 @@ class Options:
 
 
 def _is_seed(value) -> bool:
-    return isinstance(value, int) and 0 <= value < 2**32
+    return isinstance(value, (int, np.integer)) and 0 <= value < 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ def prepare(
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     given = options.stop_tokens
-    given = sorted(given) if isinstance(given, (set, frozenset)) else given
+    given = list(given) if isinstance(given, Set) else given
     stop = tokenizer.eos_ids if given is None else tuple(ids("stop_tokens", given))
     if not all(0 <= token < 1 << 31 for token in stop):
         raise ValueError(f"`stop_tokens` should be token ids, but got {stop}.")

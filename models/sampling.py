@@ -86,7 +86,7 @@ def row_keys(seed: int | Sequence[int], batch: int) -> jax.Array:
     if isinstance(seed, int):
         keys, index = jax.random.key(seed), jnp.arange(batch, dtype=jnp.uint32)
         return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(keys, index)
-    return jnp.concatenate([row_keys(each, 1) for each in seed])
+    return jnp.concatenate([row_keys(int(each), 1) for each in seed])
 
 
 def sample(

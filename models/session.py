@@ -6,6 +6,8 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from directkv_jax.models import saving
 from directkv_jax.models.kinds import COUNT, INDEX
 from directkv_jax.models.prompts import Prompt, encode
@@ -61,12 +63,13 @@ class Session:
         self, model: Transformer, tokenizer: Tokenizer, *, max_length: int,
         placement: str = "host", page_size: int = 64, rollback: int = 64,
     ):  # fmt: skip
-        Options(max_length=COUNT.check("max_length", max_length), page_size=page_size,
-                placement=placement)  # fmt: skip  # raises where one is wrong
+        sizes = Options(max_length=max_length, page_size=page_size, placement=placement)
+        COUNT.check("max_length", sizes.max_length)  # None is no size here
+        rollback = int(rollback) if isinstance(rollback, np.integer) else rollback
+        self._rollback = INDEX.check("rollback", rollback)
         self.model, self.tokenizer = model, tokenizer
-        self._rollback = int(INDEX.check("rollback", rollback))
         self.cache = model.create_cache(
-            1, max_length, page_size=page_size, placement=placement, rollback=rollback
+            1, sizes.max_length, page_size=sizes.page_size, placement=placement, rollback=rollback
         )
         self.tokens: tuple[int, ...] = ()  # in the cache
         self.metadata: dict[str, str] = {}

@@ -144,8 +144,11 @@ class Values:
         found = {name: value for name, value in dict(found).items() if value is not None}
         if "type" in found:  # the key of older files
             found.setdefault("rope_type", found.pop("type"))
-        theta = changes.pop("theta", found.pop("rope_theta", self.get("rope_theta", 10000.0)))
-        fraction = found.pop("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+        theta, fraction = (
+            found.pop(name) if name in found else self.get(name, usual[name]) for name in usual
+        )
+        theta = changes.pop("theta", theta)
         if found.get("rope_type", "default") == "default":
             found = {}
         elif "original_max_position_embeddings" in self:

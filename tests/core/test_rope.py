@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 
 import jax
@@ -200,6 +201,11 @@ def test_numbers_of_numpy_and_jax():
     for kind in (np.float32, jnp.float32):
         arrays = {name: kind(scaled[name]) for name in ("long_factor", "short_factor")}
         assert RoPE.create(16, scaling=scaled | arrays, max_position=256) == whole
-    for wrong in ("1", None, True, [1.0], float("inf"), 10**400, np.ones(2)):
+    scaled = {"rope_type": "llama3", **SCALED["llama3"]}
+    whole = RoPE.create(16, scaling=scaled)
+    for kind in (np.int32, jnp.int32):
+        length = {"original_max_position_embeddings": kind(64)}
+        assert RoPE.create(16, scaling=scaled | length) == whole
+    for wrong in ("1", None, True, decimal.Decimal(5), [1.0], float("inf"), 10**400, np.ones(2)):
         with pytest.raises(ValueError, match="`theta` should be positive"):
             RoPE.create(16, theta=wrong)

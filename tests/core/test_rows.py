@@ -140,6 +140,37 @@ def test_a_fork_without_a_page_for_its_last_tokens_is_flagged_under_jit():
     assert forked.overflowed.tolist() == [False, False, True, True]
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("rows", [[0, 1, 1], [1, 0, 1], [1, 1, 0]])
+@pytest.mark.parametrize(("length", "table"), [(0, [[2, 2], [0, 2]]), (16, [[0, 3], [1, 3]])])
+def test_a_row_without_an_open_page_takes_none_from_others(length, table, rows, jitted):
+    """The pool has a page for each row that needs one, and no more."""
+    cache = directkv_jax.KVCache.create(
+        2, 2 * PAGE, num_kv_heads=1, head_dim=8, dtype=jnp.float32, page_size=PAGE,
+        num_pages=np.max(table),
+    ).replace(page_table=jnp.int32(table))  # fmt: skip
+    key, lengths = jnp.ones((2, PAGE, 1, 8)), np.int32([length, 5])
+    cache = directkv_jax.append(cache, key, key, query_seq_lengths=lengths).advance(lengths)
+
+    def fork(cache):
+        return cache.fork(np.int32(rows))
+
+    forked = jax.jit(fork, donate_argnums=0)(cache) if jitted else fork(cache)
+    assert not forked.overflowed.any()
+    assert forked.lengths.tolist() == lengths[rows].tolist()
+    for row, held in enumerate(lengths[rows]):
+        assert (forked.gather(0, row, 0, held)[0] == 1).all()
+
+
+def test_lists_of_traced_integers():
+    cache = build([3, 5]).cache
+    call = jax.jit(lambda c, a, b: c.advance([a, b]).take_rows([b - 1, a - 1]).lengths)
+    assert call(cache, 1, 2).tolist() == [7, 4]
+    with pytest.raises(TypeError, match="`n` should hold integers"):
+        cache.advance(None)
+
+
 def test_forks_of_forks():
     cache = build().cache
     for step, rows in enumerate(([2, 2, 0, 1], [0, 0, 1, 2], [1, 1, 1, 1], [3, 2, 1, 0])):

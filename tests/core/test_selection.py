@@ -33,6 +33,10 @@ def test_every_name_answers():
         directkv_jax.is_supported("flash")
 
 
+def test_kv_heads_alone_may_be_asked_for():
+    assert directkv_jax.is_supported("xla", num_kv_heads=8)
+
+
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [

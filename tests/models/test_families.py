@@ -6,7 +6,6 @@ import contextlib
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from directkv_jax.models import ModelConfig
@@ -107,8 +106,11 @@ def test_what_a_family_does_not_read_is_not_looked_at():
     }  # fmt: skip
     assert config("llama", **odd) == config("llama")
     assert config("llama", tie_word_embeddings=1).tie_word_embeddings
-    ours = config("llama", hidden_size=np.int64(32), rope_theta=np.float32(5e5))
-    assert ours == config("llama", rope_theta=5e5)
+    assert repr(config("llama", tie_word_embeddings=1)) == repr(
+        config("llama", tie_word_embeddings=True)
+    )
+    new = {"rope_type": "default", "rope_theta": 5e5}
+    assert config("llama", rope_theta=0, rope_parameters=new) == config("llama", rope_theta=5e5)
     types = ("full_attention", "sliding_attention") * 3
     assert windows(config("gemma2", sliding_window=8, layer_types=types)) == [None, 8] * 3
 

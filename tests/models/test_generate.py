@@ -201,7 +201,7 @@ def test_bad_prompts(prompts, loaded):
 
 @pytest.mark.parametrize(
     "options",
-    [{"stop_tokens": wrong} for wrong in ([1.5], b"ab", "ab", 5, ["a"])]
+    [{"stop_tokens": wrong} for wrong in ([1.5], b"ab", "ab", 5, ["a"], {1, "a"})]
     + [{"implementation": ["cpu"]}],
     ids=repr,
 )
@@ -215,7 +215,7 @@ def test_ids_of_numpy(loaded):
     expected = complete(*loaded, [ids], max_new_tokens=2).tokens
     for kind in (np.int32, np.uint16, jnp.int32):
         prompt, stop = kind(ids) if kind is jnp.int32 else np.asarray(ids, kind), {1, np.int64(2)}
-        sizes = {"max_new_tokens": np.int32(2), "max_length": np.int64(32)}
+        sizes = {"max_new_tokens": np.int32(2), "max_length": np.int64(32), "seed": np.int64(3)}
         assert complete(*loaded, [prompt], stop_tokens=stop, **sizes).tokens == expected
 
 

@@ -283,7 +283,7 @@ def test_bad_calls_are_refused_before_anything_is_lost(loaded, session):
 
 
 def test_sizes_and_ids_of_numpy_and_jax(loaded):
-    sizes = {"max_length": np.int64(32), "page_size": np.int64(16), "rollback": np.int64(3)}
+    sizes = {"max_length": np.int64(32), "page_size": np.int64(16), "rollback": np.int8(3)}
     with models.Session(*loaded, **sizes) as session:
         for prompt in (np.array([1, 2, 3]), jnp.array([1, 2, 3]), (1, 2, 3)):
             assert session.complete(prompt, max_new_tokens=1).stats.new_tokens == 1
