@@ -17,8 +17,8 @@ from directkv_jax.models.running import Run
 from directkv_jax.models.tokenizer import Tokenizer
 from directkv_jax.models.transformer import Transformer
 
-# Of the cache, and so not of one call.
 _CLOSED = "This session is closed. Make a new one."
+# Of the cache, and so not of one call.
 _OF_THE_SESSION = ("max_length", "placement", "page_size")
 
 

@@ -6,12 +6,7 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from directkv_jax.models.config import (
-    Experts,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-)  # fmt: skip
+from directkv_jax.models.config import Experts, LayerConfig, ModelConfig, RopeConfig
 from directkv_jax.models.kinds import (
     AMOUNT,
     COUNT,
@@ -60,15 +55,15 @@ class Family:
 KINDS: dict[str, Kind] = {
     **dict.fromkeys((
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "sliding_window",
-        "sliding_window_pattern", "max_position_embeddings", "original_max_position_embeddings",
-        "decoder_sparse_step", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
+        "num_key_value_heads", "head_dim", "sliding_window", "sliding_window_pattern",
+        "max_position_embeddings", "original_max_position_embeddings", "decoder_sparse_step",
+        "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
     ), COUNT),
-    # 0 of them in files of a family that can have experts.
-    **dict.fromkeys((
-        "num_experts_per_tok", "moe_intermediate_size", "max_window_layers", "bos_token_id",
-    ), INDEX),
+    "num_hidden_layers": LAYERS,
+    # 0 in files of a family that can have experts, and has none.
     **dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size"), INDEX),
+    **dict.fromkeys(("max_window_layers", "bos_token_id"), INDEX),
     **dict.fromkeys((
         "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "query_pre_attn_scalar",
     ), POSITIVE),
@@ -83,8 +78,7 @@ KINDS: dict[str, Kind] = {
         ("model_type", "hidden_act", "hidden_activation", "activation_function"), TEXT
     ),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "text_config"), MAPPING),
-    "num_hidden_layers": LAYERS, "layer_types": LIST,
-    "mlp_only_layers": INTS, "no_rope_layers": INTS,
+    "layer_types": LIST, "mlp_only_layers": INTS, "no_rope_layers": INTS,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from damaged import rewritten
+from damaged import described, rewritten
 from safetensors import safe_open
 
 import directkv_jax
@@ -125,13 +125,6 @@ def test_damaged_headers_name_the_file(tmp_path, monkeypatch):
 
         return change
 
-    def described(key, value):
-        def change(header):
-            known = json.loads(header["__metadata__"]["cache"])
-            header["__metadata__"]["cache"] = json.dumps({**known, key: value})
-
-        return change
-
     def replaced(text):
         return lambda header: header["__metadata__"].update(cache=text)
 
@@ -145,7 +138,7 @@ def test_damaged_headers_name_the_file(tmp_path, monkeypatch):
         )
 
     changes = [
-        *(described(key, value) for key, value in BAD_DESCRIPTIONS),
+        *(described("cache", key, value) for key, value in BAD_DESCRIPTIONS),
         *map(replaced, ("", "null", "[]", '"cache"', "{}", "[" * 100_000)),
         *map(dropped, ("cache.lengths", "cache.overflowed", "cache.pages")),
         retyped("cache.lengths", "F32", [4]), retyped("cache.lengths", "I32", [2, 2]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import windowed
-from damaged import rewritten
+from damaged import described, rewritten
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -228,13 +227,6 @@ def test_damaged_sessions_name_the_file(loaded, session, tmp_path):
     session.save(path, {"messages": "[]"})
     whole = path.read_bytes()
 
-    def described(key, value):
-        def change(header):
-            known = json.loads(header["__metadata__"]["part0"])
-            header["__metadata__"]["part0"] = json.dumps({**known, key: value})
-
-        return change
-
     def messages(text):
         return lambda header: header["__metadata__"].update({"given.messages": text})
 
@@ -246,7 +238,11 @@ def test_damaged_sessions_name_the_file(loaded, session, tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(path))):
             load(path, *loaded)
 
-    for change in (described("head_dim", 72), described("num_kv_heads", None), retyped):
+    for change in (
+        described("part0", "head_dim", 72),
+        described("part0", "num_kv_heads", None),
+        retyped,
+    ):
         refused(rewritten(whole, change), models.Session.load)
     tokens = np.int32(session.tokens).tobytes()
     refused(whole.replace(tokens, np.int32([1 << 20] * len(session.tokens)).tobytes()),
